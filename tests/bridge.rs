@@ -16,7 +16,7 @@ use std::{
 
 use bridge::{Bridge, Told};
 use futures::StreamExt;
-use k8s_openapi::api::core::v1::{Event, Node, Pod, ServiceAccount};
+use k8s_openapi::api::core::v1::{Event, Node, Pod, PodCondition, ServiceAccount};
 use kube::{
     Api, Client, Config, ResourceExt,
     api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
@@ -214,6 +214,10 @@ async fn node(client: &Client, name: &str) -> String {
     made.uid().unwrap()
 }
 
+fn has_condition(pod: &Pod, holds: impl Fn(&PodCondition) -> bool) -> bool {
+    pod.status.iter().flat_map(|status| status.conditions.iter().flatten()).any(holds)
+}
+
 /// Takes up pods that are bound, and removes those that are deleted.
 async fn kubelet(client: Client) {
     let pods: Api<Pod> = Api::namespaced(client, NAMESPACE);
@@ -254,8 +258,7 @@ async fn a_gang_waits_until_it_is_whole_and_is_bound_as_a_whole() {
     bed.make("g0", 3, gang.clone()).await;
     bed.make("g1", 3, gang.clone()).await;
     let says = |pod: &Pod, words: &str| {
-        let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-        conditions.into_iter().any(|condition| condition.message.as_ref().is_some_and(|said| said.contains(words)))
+        has_condition(pod, |condition| condition.message.as_ref().is_some_and(|said| said.contains(words)))
     };
     bed.until("g0", |pod| says(pod, "2 of 3")).await;
     assert_eq!(bed.jobs(), "");
@@ -281,20 +284,12 @@ async fn a_gang_waits_until_it_is_whole_and_is_bound_as_a_whole() {
 async fn what_can_never_run_is_told_and_holds_up_nobody() {
     let Some(bed) = Bed::new().await else { return };
     bed.make("huge", 5, json!({})).await;
-    let pod = bed.until("huge", |pod| {
-        let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-        conditions.into_iter().any(|condition| condition.reason.as_deref() == Some("Unschedulable"))
-    });
-    pod.await;
+    bed.until("huge", |pod| has_condition(pod, |condition| condition.reason.as_deref() == Some("Unschedulable"))).await;
     bed.make("small", 1, json!({})).await;
     bed.until_bound("small").await;
     let gang = json!({"distribute.flux-framework.org/gang": "g", "distribute.flux-framework.org/gang-size": "1000000"});
     bed.make("greedy", 1, gang).await;
-    bed.until("greedy", |pod| {
-        let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-        conditions.into_iter().any(|condition| condition.reason.as_deref() == Some("Refused"))
-    })
-    .await;
+    bed.until("greedy", |pod| has_condition(pod, |condition| condition.reason.as_deref() == Some("Refused"))).await;
     let events: Api<Event> = Api::namespaced(bed.client.clone(), NAMESPACE);
     let events = events.list(&ListParams::default()).await.unwrap();
     assert!(events.iter().any(|event| event.reason.as_deref() == Some("Refused")));

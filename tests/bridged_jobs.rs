@@ -249,12 +249,7 @@ async fn a_job_waits_until_its_queue_is_started_for_the_reason_that_stopped_it()
 async fn named_queues_are_stopped_and_started_one_by_one() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
-    configure(&flux, base.path(), 1, "0-3");
-    extend(base.path(), "[queues.batch]\n[queues.debug]\n");
-    let lead = start(&flux, base.path(), 0);
-    let client = connect(&lead).await;
-    until_online(&client, "0").await;
-    until_scheduled(&client).await;
+    let (lead, client) = lead_with(&flux, base.path(), "[queues.batch]\n[queues.debug]\n").await;
     run(&flux, &lead, &["queue", "start", "batch"]);
     let of = |queues: Vec<queues::Queue>| queues.into_iter().map(|queue| queue.name.unwrap()).collect::<Vec<_>>();
     assert_eq!(of(queues::stop(&client, "a while").await.unwrap()), ["batch"], "debug begins stopped");
@@ -268,16 +263,16 @@ async fn named_queues_are_stopped_and_started_one_by_one() {
     assert_eq!((started("batch"), started("debug")), (true, false), "{record}");
 }
 
-fn extend(base: &Path, configuration: &str) {
+/// The lead of one rank with more `configuration`, once its scheduler is online.
+async fn lead_with(flux: &Path, base: &Path, configuration: &str) -> (RealBroker, Client) {
+    configure(flux, base, 1, "0-3");
     let path = base.join("etc/broker.toml");
     let whole = std::fs::read_to_string(&path).unwrap() + configuration;
     std::fs::write(path, whole).unwrap();
+    started(flux, base).await
 }
 
-/// The lead is killed in its first life, and starts again.
-async fn killed_and_started(flux: &Path, base: &Path, lead: RealBroker, client: Client) -> (RealBroker, Client) {
-    drop(lead);
-    soon(client.closed()).await;
+async fn started(flux: &Path, base: &Path) -> (RealBroker, Client) {
     let lead = start(flux, base, 0);
     let client = connect(&lead).await;
     until_online(&client, "0").await;
@@ -285,16 +280,18 @@ async fn killed_and_started(flux: &Path, base: &Path, lead: RealBroker, client: 
     (lead, client)
 }
 
+/// The lead is killed in its first life, and starts again.
+async fn killed_and_started(flux: &Path, base: &Path, lead: RealBroker, client: Client) -> (RealBroker, Client) {
+    drop(lead);
+    soon(client.closed()).await;
+    started(flux, base).await
+}
+
 #[tokio::test]
 async fn after_a_crash_the_backlog_has_both_jobs_and_the_queue_waits() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
-    configure(&flux, base.path(), 1, "0-3");
-    extend(base.path(), "[job-manager]\nstop-queues-on-restart = true\n");
-    let lead = start(&flux, base.path(), 0);
-    let client = connect(&lead).await;
-    until_online(&client, "0").await;
-    until_scheduled(&client).await;
+    let (lead, client) = lead_with(&flux, base.path(), "[job-manager]\nstop-queues-on-restart = true\n").await;
     let (mut journal, _) = Journal::open(&client).await;
     let running = submitted(&client, 2, 1).await;
     let r = journal.until(running, "alloc").await.pop().unwrap().resources().unwrap();
@@ -329,11 +326,7 @@ async fn after_a_crash_the_backlog_has_both_jobs_and_the_queue_waits() {
 async fn without_a_record_a_crash_leaves_the_queue_open() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
-    configure(&flux, base.path(), 1, "0-3");
-    extend(base.path(), "[job-manager]\nstop-queues-on-restart = true\n");
-    let lead = start(&flux, base.path(), 0);
-    let client = connect(&lead).await;
-    until_online(&client, "0").await;
+    let (lead, client) = lead_with(&flux, base.path(), "[job-manager]\nstop-queues-on-restart = true\n").await;
     let (_lead, client) = killed_and_started(&flux, base.path(), lead, client).await;
     assert!(queues::queue(&client, None).await.unwrap().start, "then `ensure_recorded` is not needed any more");
 }

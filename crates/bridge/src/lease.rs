@@ -16,7 +16,8 @@ use tokio::time::Instant;
 use api::NAMESPACE;
 use cluster::{
     ApiError, call,
-    lease_rules::{LeaseStep, LeaseView, next_step},
+    lease::Sight,
+    lease_rules::{LeaseStep, next_step},
 };
 
 /// Name of the Lease.
@@ -36,13 +37,18 @@ pub(crate) struct Held {
     until: Option<Instant>,
     /// The broker that it names.
     broker: Option<String>,
-    /// The last resourceVersion seen, and when this process saw it first.
-    last: Option<(String, Instant)>,
+    sight: Sight,
 }
 
 impl Held {
     pub(crate) fn new(client: Client, identity: String) -> Self {
-        Self { leases: Api::namespaced(client, NAMESPACE), identity, until: None, broker: None, last: None }
+        Self {
+            leases: Api::namespaced(client, NAMESPACE),
+            identity,
+            until: None,
+            broker: None,
+            sight: Sight::default(),
+        }
     }
 
     /// True if nobody else may write. An action takes no longer than the rest of the Lease.
@@ -62,7 +68,7 @@ impl Held {
     pub(crate) async fn renew(&mut self, broker: Option<&str>) -> Result<(), ApiError> {
         let asked = Instant::now();
         let found = call("get Lease flux-bridge", self.leases.get_opt(LEASE_BRIDGE)).await?;
-        let view = found.as_ref().map(|lease| self.view(lease));
+        let view = found.as_ref().map(|lease| self.sight.view(lease, DURATION));
         let before = found.as_ref().and_then(named).map(str::to_owned);
         let broker = broker.map(str::to_owned).or(before.clone());
         let step = next_step(view.as_ref(), &self.identity);
@@ -86,24 +92,13 @@ impl Held {
         };
         match written {
             Ok(lease) => {
-                self.view(&lease);
+                self.sight.view(&lease, DURATION);
                 (self.until, self.broker) = (Some(asked + DURATION), broker);
                 Ok(())
             }
             Err(error) if error.code() == Some(409) => Ok(()),
             Err(error) => Err(error),
         }
-    }
-
-    fn view(&mut self, lease: &Lease) -> LeaseView {
-        let version = lease.metadata.resource_version.clone().unwrap_or_default();
-        let since = match &self.last {
-            Some((last, since)) if *last == version => *since,
-            _ => Instant::now(),
-        };
-        self.last = Some((version, since));
-        let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.clone());
-        LeaseView { holder, unchanged_for: since.elapsed(), duration: DURATION }
     }
 
     fn spec(&self) -> LeaseSpec {

@@ -30,13 +30,30 @@ use base::chance::chance;
 /// The longest lease duration that a candidate accepts from a holder.
 const LONGEST_LEASE: Duration = Duration::from_mins(1);
 
+/// A Lease as this process has seen it: the last resourceVersion, and when this process saw that first, by its own clock.
+#[derive(Debug, Default)]
+pub struct Sight(Option<(String, Instant)>);
+
+impl Sight {
+    /// Looks at what was read or written. `duration`: how long the holder may be silent.
+    pub fn view(&mut self, lease: &Lease, duration: Duration) -> LeaseView {
+        let version = lease.metadata.resource_version.clone().unwrap_or_default();
+        let since = match &self.0 {
+            Some((last, since)) if *last == version => *since,
+            _ => Instant::now(),
+        };
+        self.0 = Some((version, since));
+        let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.clone());
+        LeaseView { holder, unchanged_for: since.elapsed(), duration }
+    }
+}
+
 /// A candidate for the Lease, or its holder.
 pub struct Candidate {
     leases: Api<Lease>,
     identity: String,
     members: Arc<AtomicU32>,
-    /// The last resourceVersion seen, and when this process saw it first, by its own clock.
-    last: Option<(String, Instant)>,
+    sight: Sight,
     /// The present time by the previous planner's clock, from the Lease's renewTime; kept when this candidate takes the
     /// Lease.
     predecessor_time: Option<Timestamp>,
@@ -48,7 +65,7 @@ impl Candidate {
     /// Creates a candidate with the name `identity`.
     pub fn new(client: Client, identity: String, members: Arc<AtomicU32>) -> Self {
         let leases = Api::namespaced(client, NAMESPACE);
-        Self { leases, identity, members, last: None, predecessor_time: None, has_limits: Arc::default() }
+        Self { leases, identity, members, sight: Sight::default(), predecessor_time: None, has_limits: Arc::default() }
     }
 
     /// To be set once the time limits of the planner before are taken over. Until then the Lease tells its time, or they would end
@@ -94,7 +111,7 @@ impl Candidate {
     /// afterwards.
     async fn step(&mut self) -> Result<bool, kube::Error> {
         let found = self.leases.get_opt(LEASE_PLANNER).await?;
-        let view = found.as_ref().map(|lease| self.view(lease));
+        let view = found.as_ref().map(|lease| self.sight.view(lease, lease_duration(lease.spec.as_ref())));
         let step = next_step(view.as_ref(), &self.identity);
         self.predecessor_time = found.as_ref().zip(view.as_ref()).and_then(|(lease, view)| time_of(lease, view));
         let written = match (step, found) {
@@ -114,26 +131,11 @@ impl Candidate {
         };
         match written {
             Ok(lease) => {
-                self.view(&lease);
+                self.sight.view(&lease, LEASE_DURATION);
                 Ok(true)
             }
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
             Err(error) => Err(error),
-        }
-    }
-
-    fn view(&mut self, lease: &Lease) -> LeaseView {
-        let version = lease.metadata.resource_version.clone().unwrap_or_default();
-        let since = match &self.last {
-            Some((last, since)) if *last == version => *since,
-            _ => Instant::now(),
-        };
-        self.last = Some((version, since));
-        let spec = lease.spec.as_ref();
-        LeaseView {
-            holder: spec.and_then(|spec| spec.holder_identity.clone()),
-            unchanged_for: since.elapsed(),
-            duration: lease_duration(spec),
         }
     }
 

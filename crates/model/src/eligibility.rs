@@ -4,10 +4,11 @@
 use std::{collections::BTreeMap, net::IpAddr};
 
 use k8s_openapi::{
-    api::core::v1::{Node, Taint, Toleration},
-    apimachinery::pkg::{api::resource::Quantity, apis::meta::v1::LabelSelector},
+    api::core::v1::{Node, Taint},
+    apimachinery::pkg::api::resource::Quantity,
 };
 
+use crate::matching::{keeps_pods_off, selects, tolerates};
 use api::{ANNOTATION_PROTECTS, Nodes};
 
 /// The annotations that keep autoscalers away. Sources: Cluster Autoscaler's FAQ, "How can I prevent Cluster Autoscaler
@@ -175,10 +176,6 @@ pub fn eligible(node: &NodeView, spec: &Nodes) -> Result<(), Ineligible> {
     Ok(())
 }
 
-fn keeps_pods_off(taint: &Taint) -> bool {
-    matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
-}
-
 fn is_tolerated(taint: &Taint, spec: &Nodes) -> bool {
     spec.tolerations.iter().any(|toleration| tolerates(toleration, taint))
 }
@@ -197,40 +194,7 @@ pub fn is_dedicated(node: &NodeView, spec: &Nodes) -> bool {
 /// True if the spec's selector matches the node's labels. A member that no longer matches is drained and then loses its
 /// rank.
 pub fn selected(node: &NodeView, spec: &Nodes) -> bool {
-    spec.selector.as_ref().is_none_or(|selector| matches(selector, &node.labels))
-}
-
-/// Matches labels as Kubernetes does; an unknown operator matches nothing.
-fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
-    let equal = selector.match_labels.iter().flatten().all(|(key, value)| labels.get(key) == Some(value));
-    let set_based = selector.match_expressions.iter().flatten().all(|requirement| {
-        let value = labels.get(&requirement.key);
-        let listed = value.is_some_and(|value| requirement.values.iter().flatten().any(|listed| listed == value));
-        match requirement.operator.as_str() {
-            "In" => listed,
-            "NotIn" => !listed,
-            "Exists" => value.is_some(),
-            "DoesNotExist" => value.is_none(),
-            _ => false,
-        }
-    });
-    equal && set_based
-}
-
-/// True if `toleration` tolerates `taint`, as Kubernetes decides it.
-fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
-    let effect = toleration.effect.as_deref().unwrap_or("");
-    let key = toleration.key.as_deref().unwrap_or("");
-    if !effect.is_empty() && effect != taint.effect {
-        return false;
-    }
-    match toleration.operator.as_deref().unwrap_or("Equal") {
-        "Exists" => key.is_empty() || key == taint.key,
-        "Equal" => {
-            key == taint.key && toleration.value.as_deref().unwrap_or("") == taint.value.as_deref().unwrap_or("")
-        }
-        _ => false,
-    }
+    spec.selector.as_ref().is_none_or(|selector| selects(selector, &node.labels))
 }
 
 #[cfg(test)]

@@ -45,3 +45,21 @@ pub fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
         ranks: ranks.collect(),
     }
 }
+
+/// xorshift64* (Vigna), so that a seed gives the same steps on every machine.
+pub struct Random(pub u64);
+
+impl Random {
+    /// A number below `limit`.
+    pub fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        usize::try_from(self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33).unwrap_or_default() % limit
+    }
+
+    /// True half of the time.
+    pub fn flips(&mut self) -> bool {
+        self.below(2) == 0
+    }
+}

@@ -15,6 +15,7 @@ pub mod gone;
 pub mod hostlist;
 pub mod kubernetes;
 pub mod lead;
+pub mod matching;
 pub mod members;
 pub mod names;
 pub mod observed;

@@ -1,4 +1,4 @@
-//! The jobs of the instance, as its journal tells of them.
+//! The jobs of the instance, as its journal shows them.
 
 use std::collections::BTreeMap;
 

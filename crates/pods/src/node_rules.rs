@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::{
-    api::core::v1::{NodeSelector, NodeSelectorRequirement, NodeSelectorTerm, PodSpec, Taint, Toleration},
-    apimachinery::pkg::apis::meta::v1::LabelSelector,
-};
+use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement, NodeSelectorTerm, PodSpec, Taint, Toleration};
+
+use model::matching::{holds, keeps_pods_off, tolerates};
 
 /// Labels by name.
 pub type Labels = BTreeMap<String, String>;
@@ -40,16 +39,15 @@ impl NodeRules {
 
     /// The first of `taints` that keeps the pod off.
     pub fn untolerated<'a>(&self, taints: impl IntoIterator<Item = &'a Taint>) -> Option<&'a Taint> {
-        let keeps_off = |taint: &Taint| matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute");
         let is_tolerated = |taint: &Taint| self.tolerations.iter().any(|toleration| tolerates(toleration, taint));
-        taints.into_iter().find(|taint| keeps_off(taint) && !is_tolerated(taint))
+        taints.into_iter().find(|taint| keeps_pods_off(taint) && !is_tolerated(taint))
     }
 }
 
 /// True if `selector` selects a node, as Kubernetes decides it: one of its terms, all of whose requirements hold. A term
 /// without requirements selects nothing.
 pub fn selects(selector: &NodeSelector, node: &str, labels: &Labels) -> bool {
-    let holds = |term: &NodeSelectorTerm| {
+    let is_met = |term: &NodeSelectorTerm| {
         let (expressions, fields) = (term.match_expressions.iter().flatten(), term.match_fields.iter().flatten());
         let is_empty = expressions.clone().next().is_none() && fields.clone().next().is_none();
         // The only field that Kubernetes knows.
@@ -58,58 +56,21 @@ pub fn selects(selector: &NodeSelector, node: &str, labels: &Labels) -> bool {
             && expressions.into_iter().all(|wanted| meets(wanted, labels.get(&wanted.key).map(String::as_str)))
             && fields.into_iter().all(|wanted| meets(wanted, field(&wanted.key)))
     };
-    selector.node_selector_terms.iter().any(holds)
+    selector.node_selector_terms.iter().any(is_met)
 }
 
 fn meets(wanted: &NodeSelectorRequirement, value: Option<&str>) -> bool {
-    let listed = || value.is_some_and(|value| wanted.values.iter().flatten().any(|listed| listed == value));
+    let values = wanted.values.as_deref().unwrap_or_default();
     let compared = |larger: bool| {
-        let [limit] = wanted.values.as_deref().unwrap_or_default() else { return false };
+        let [limit] = values else { return false };
         let number = |text: &str| text.parse::<i64>().ok();
         let both = value.and_then(number).zip(number(limit));
         both.is_some_and(|(value, limit)| if larger { value > limit } else { value < limit })
     };
     match wanted.operator.as_str() {
-        "In" => listed(),
-        "NotIn" => !listed(),
-        "Exists" => value.is_some(),
-        "DoesNotExist" => value.is_none(),
         "Gt" => compared(true),
         "Lt" => compared(false),
-        _ => false,
-    }
-}
-
-/// True if `selector` selects an object with these labels; an unknown operator selects nothing.
-pub fn selects_labels(selector: &LabelSelector, labels: &Labels) -> bool {
-    let equal = selector.match_labels.iter().flatten().all(|(key, value)| labels.get(key) == Some(value));
-    equal
-        && selector.match_expressions.iter().flatten().all(|wanted| {
-            let value = labels.get(&wanted.key);
-            let listed = value.is_some_and(|value| wanted.values.iter().flatten().any(|listed| listed == value));
-            match wanted.operator.as_str() {
-                "In" => listed,
-                "NotIn" => !listed,
-                "Exists" => value.is_some(),
-                "DoesNotExist" => value.is_none(),
-                _ => false,
-            }
-        })
-}
-
-/// True if `toleration` tolerates `taint`, as Kubernetes decides it.
-fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
-    let effect = toleration.effect.as_deref().unwrap_or("");
-    let key = toleration.key.as_deref().unwrap_or("");
-    if !effect.is_empty() && effect != taint.effect {
-        return false;
-    }
-    match toleration.operator.as_deref().unwrap_or("Equal") {
-        "Exists" => key.is_empty() || key == taint.key,
-        "Equal" | "" => {
-            key == taint.key && toleration.value.as_deref().unwrap_or("") == taint.value.as_deref().unwrap_or("")
-        }
-        _ => false,
+        operator => holds(operator, values, value),
     }
 }
 

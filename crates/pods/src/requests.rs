@@ -75,28 +75,26 @@ impl Requests {
 
     /// Adds `other`.
     pub fn add(&mut self, other: &Self) {
-        self.cpu = self.cpu.saturating_add(other.cpu);
-        self.memory = self.memory.saturating_add(other.memory);
-        self.ephemeral = self.ephemeral.saturating_add(other.ephemeral);
-        for (name, amount) in &other.extended {
-            let sum = self.extended.entry(name.clone()).or_default();
-            *sum = sum.saturating_add(*amount);
-        }
-        self.ports.extend(other.ports.iter().cloned());
+        self.combine(other, u64::saturating_add);
     }
 
     /// The least that satisfies both, one at a time.
     pub fn max(&self, other: &Self) -> Self {
         let mut largest = self.clone();
-        largest.cpu = largest.cpu.max(other.cpu);
-        largest.memory = largest.memory.max(other.memory);
-        largest.ephemeral = largest.ephemeral.max(other.ephemeral);
-        for (name, amount) in &other.extended {
-            let largest = largest.extended.entry(name.clone()).or_default();
-            *largest = (*largest).max(*amount);
-        }
-        largest.ports.extend(other.ports.iter().cloned());
+        largest.combine(other, u64::max);
         largest
+    }
+
+    /// Takes the amounts of both together by `rule`, and the ports of both.
+    fn combine(&mut self, other: &Self, rule: fn(u64, u64) -> u64) {
+        self.cpu = rule(self.cpu, other.cpu);
+        self.memory = rule(self.memory, other.memory);
+        self.ephemeral = rule(self.ephemeral, other.ephemeral);
+        for (name, amount) in &other.extended {
+            let combined = self.extended.entry(name.clone()).or_default();
+            *combined = rule(*combined, *amount);
+        }
+        self.ports.extend(other.ports.iter().cloned());
     }
 }
 

@@ -5,10 +5,8 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::LabelSelector,
 };
 
-use crate::{
-    node_rules::{Labels, selects_labels},
-    requests::UnreadableRequest,
-};
+use crate::{node_rules::Labels, requests::UnreadableRequest};
+use model::matching;
 
 const HOSTNAME: &str = "kubernetes.io/hostname";
 
@@ -74,7 +72,7 @@ pub fn spreads(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str])
             && term.match_label_keys.iter().flatten().next().is_none()
             && term.mismatch_label_keys.iter().flatten().next().is_none();
         let selector = term.label_selector.as_ref();
-        let is_gang = selector.is_some_and(|s| selects_labels(s, labels) && names_one_of(s, names));
+        let is_gang = selector.is_some_and(|s| matching::selects(s, labels) && names_one_of(s, names));
         term.topology_key == HOSTNAME && own_namespace && is_simple && is_gang
     };
     match terms.iter().all(is_own_gang) {

@@ -11,28 +11,13 @@ use super::{Decision, decide, tests::World};
 use crate::{
     broker_toml::{broker_name, render},
     eligibility::NodeView,
+    fixture::Random,
     hostlist,
     observed::retain_secs,
     project::project,
     tree::is_deep,
 };
 use api::{Adopted, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry, Want};
-
-/// xorshift64* (Vigna), so that a seed gives the same steps on every machine.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        usize::try_from(self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33).unwrap() % limit
-    }
-
-    fn flips(&mut self) -> bool {
-        self.below(2) == 0
-    }
-}
 
 /// A machine's real state, which its agent's report may not reflect.
 struct Machine {

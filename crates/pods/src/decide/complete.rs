@@ -10,11 +10,10 @@ use super::{
     memory::Memory,
     request::{is_large_enough, request},
     round::Round,
-    start::{Progress, Queued, avoided, bind, wait},
+    start::{Progress, Queued, ask, avoided, bind},
     words::Words,
 };
 use crate::{
-    action::Action,
     allocation::Slot,
     check::{Shortfall, check_pod},
     gangs::Gang,
@@ -151,17 +150,6 @@ fn elsewhere<'a>(
         return Progress { needed: [held.job.id].into(), words: Words::queued(round, held.job) };
     }
     let threads = holdings.jobs.first().map(|held| held.bridged.record.threads);
-    let request = match request(round, gang, &[pod], &avoided, threads) {
-        Ok(request) => JobRequest { urgency: FIRST_URGENCY, ..request },
-        Err(no_place) => return Progress { words: Some(Words::no_place(&no_place)), ..Progress::default() },
-    };
-    if let Some(held) = pending {
-        let words = wait(round, held, request, gang.since(), queue);
-        return Progress { needed: [held.job.id].into(), words };
-    }
-    if let Some(words) = round.refusal(&round.jobs_of(&gang.id)) {
-        return Progress { words: Some(Words::refused_by_flux(&words)), ..Progress::default() };
-    }
-    round.actions.push(Action::Submit(Box::new(request)));
-    Progress::default()
+    let request = request(round, gang, &[pod], &avoided, threads);
+    ask(round, gang, request.map(|request| JobRequest { urgency: FIRST_URGENCY, ..request }), pending, queue)
 }

@@ -1,4 +1,4 @@
-//! A gang that can't be completed for too long is begun again: its Job is suspended, and resumed once its pods are gone.
+//! If a gang can't be completed for too long, it begins again: the bridge suspends its Job, and resumes it once the pods are gone.
 //!
 //! Pods are never deleted one by one, because each counts on the Job's backoffLimit.
 

@@ -19,6 +19,7 @@ use crate::{
     gangs::Gang,
     jobs::{Job, JobState},
     jobspec::JobRequest,
+    place::NoPlace,
     pod::PodView,
     record::PodRecord,
     time::{Millis, SECOND},
@@ -63,11 +64,23 @@ pub(super) fn start<'a>(
     }
     let newest = whole.next_back();
     let threads = newest.map(|held| held.bridged.record.threads);
-    let request = match request(round, gang, &pods, &avoided, threads) {
+    let request = request(round, gang, &pods, &avoided, threads);
+    ask(round, gang, request, newest.filter(|held| held.job.state == JobState::Pending), queue)
+}
+
+/// Asks Flux for what pods of `gang` need, unless `pending` waits for it already.
+pub(super) fn ask<'a>(
+    round: &mut Round<'a>,
+    gang: &Gang<'a>,
+    request: Result<JobRequest, NoPlace>,
+    pending: Option<&Held<'a>>,
+    queue: &mut Vec<Queued<'a>>,
+) -> Progress {
+    let request = match request {
         Ok(request) => request,
         Err(no_place) => return Progress { words: Some(Words::no_place(&no_place)), ..Progress::default() },
     };
-    if let Some(held) = newest.filter(|held| held.job.state == JobState::Pending) {
+    if let Some(held) = pending {
         let words = wait(round, held, request, gang.since(), queue);
         return Progress { needed: [held.job.id].into(), words };
     }
@@ -79,7 +92,7 @@ pub(super) fn start<'a>(
 }
 
 /// Keeps a job waiting, or submits it again if its gang may run on other ranks by now.
-pub(super) fn wait<'a>(
+fn wait<'a>(
     round: &mut Round<'a>,
     held: &Held<'a>,
     request: JobRequest,

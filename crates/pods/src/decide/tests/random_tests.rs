@@ -10,18 +10,7 @@ use crate::{
     time::SECOND,
     world::Queues,
 };
-
-/// xorshift64* (Vigna), so that a seed gives the same steps on every machine.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        usize::try_from(self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33).unwrap() % limit
-    }
-}
+use model::fixture::Random;
 
 struct Play {
     random: Random,
