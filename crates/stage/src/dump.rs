@@ -163,6 +163,7 @@ mod tests {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     use super::*;
+    use host::child::kill_group;
 
     #[test]
     fn the_newest_dumps_are_kept_and_those_of_other_instances_too() {
@@ -186,7 +187,7 @@ mod tests {
         fs::create_dir(host.path().join("etc")).unwrap();
         fs::write(host.path().join("etc/passwd"), format!("owner:x:{uid}:{gid}::/:/bin/sh\n")).unwrap();
         let holder = host.path().join("holder");
-        let script = format!("#!/bin/sh\necho dumped\nsleep 1000 2>/dev/null &\necho $! >{}\n", holder.display());
+        let script = format!("#!/bin/sh\necho dumped\nsleep 1000 2>/dev/null &\necho $$ >{}\n", holder.display());
         fs::write(bin.join("flux"), script).unwrap();
         fs::set_permissions(bin.join("flux"), fs::Permissions::from_mode(0o755)).unwrap();
         let order = DumpOrder {
@@ -196,8 +197,7 @@ mod tests {
             instance_id: "id".to_owned(),
         };
         let refusal = write(&Root::at(host.path()), &order, &host.path().join("dump.new")).unwrap_err();
-        let pid = fs::read_to_string(&holder).unwrap();
-        assert!(std::process::Command::new("kill").arg(pid.trim()).status().unwrap().success());
+        kill_group(fs::read_to_string(&holder).unwrap().trim().parse().unwrap());
         assert!(refusal.transient && refusal.message.contains("another process holds its output open"), "{refusal}");
     }
 
