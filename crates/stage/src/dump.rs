@@ -3,7 +3,7 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io,
+    io::{self, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     process::ChildStdout,
@@ -65,7 +65,7 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     name_instance(root, order)?;
     let path = dir.join(format!("{}-{}{SUFFIX}", order.instance_id, time.strftime(FORMAT)));
     let new = aside(&path);
-    let made = write(root, order, &new).and_then(|warnings| {
+    let made = write(root, order, &new, room.available.saturating_sub(MARGIN)).and_then(|warnings| {
         let failed = |error: io::Error| Refusal::io("keep", &path, &error);
         fs::rename(&new, &path).and_then(|()| sync_parent(&path)).map_err(failed)?;
         Ok((fs::metadata(&path).map_err(failed)?.len(), warnings))
@@ -124,8 +124,9 @@ fn name_instance(root: &Root, order: &DumpOrder) -> Result<(), Refusal> {
     if ran.code == 0 { Ok(()) } else { Err(failed("kvs put", &ran.stderr)) }
 }
 
-/// Writes flux-dump's output through this process: flux runs as the brokers' user, who must not own the file.
-fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal> {
+/// Writes flux-dump's output through this process, `most` bytes of it at most: flux runs as the brokers' user, who must not
+/// own the file, and may write to flux's output without end.
+fn write(root: &Root, order: &DumpOrder, path: &Path, most: u64) -> Result<String, Refusal> {
     let cant_write = |error: io::Error| Refusal::io("write", path, &error);
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(cant_write)?;
     // Like flux-core's own etc/kvs-backup.cron: an entry that a full disk damaged must not keep the rest from being
@@ -134,18 +135,38 @@ fn write(root: &Root, order: &DumpOrder, path: &Path) -> Result<String, Refusal>
     let mut child = flux::spawn(root, &order.prefix, &order.digest, &args, &order.run_as)?;
     let (stdout, stderr) = (child.stdout.take(), Kept::of(child.stderr.take()));
     let (tell, copied) = channel();
-    // On a thread of its own, because the brokers' user can open flux's output, and hold it open for ever. If this ends
-    // early, flux gets SIGPIPE.
-    thread::spawn(move || tell.send(compress(stdout, file)));
+    // On a thread of its own, because the brokers' user can take flux's output from it (pidfd_getfd(2)), and hold it open
+    // for ever. If this ends early, flux gets SIGPIPE.
+    thread::spawn(move || tell.send(compress(stdout, Limited { file, left: most })));
     let status = wait_until(&mut child, Instant::now() + LONGEST_DUMP).map_err(cant_write)?;
     let held = || io::Error::new(io::ErrorKind::TimedOut, "flux has ended, but another process holds its output open");
     let whole = copied.recv_timeout(GRACE).unwrap_or_else(|_| Err(held())).map_err(cant_write)?;
-    whole.sync_all().map_err(cant_write)?;
+    whole.file.sync_all().map_err(cant_write)?;
     let said = stderr.text();
     if status.is_some_and(|status| status.success()) { Ok(said.trim().to_owned()) } else { Err(failed("dump", &said)) }
 }
 
-fn compress(stdout: Option<ChildStdout>, file: File) -> io::Result<File> {
+/// A file that can't take the room that the broker needs.
+struct Limited {
+    file: File,
+    left: u64,
+}
+
+impl Write for Limited {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        let full =
+            || io::Error::new(io::ErrorKind::StorageFull, "the broker needs the rest of the room; make more room");
+        self.left = self.left.checked_sub(buffer.len() as u64).ok_or_else(full)?;
+        self.file.write_all(buffer)?;
+        Ok(buffer.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+fn compress(stdout: Option<ChildStdout>, file: Limited) -> io::Result<Limited> {
     let mut encoder = GzEncoder::new(file, Compression::fast());
     if let Some(mut stdout) = stdout {
         io::copy(&mut stdout, &mut encoder)?;
@@ -178,17 +199,14 @@ mod tests {
         assert_eq!((left[0].as_str(), left[1].as_str()), ("other-20200101T000000Z.tgz", "id-20261120T222002Z.tgz"));
     }
 
-    #[test]
-    fn a_process_that_holds_flux_s_output_open_holds_up_no_dump() {
-        let host = tempfile::tempdir().unwrap();
-        let (uid, gid) = fs::metadata(host.path()).map(|found| (found.uid(), found.gid())).unwrap();
-        let bin = host.path().join("p/envs/0123/bin");
+    /// Has this script dump as flux, and write `most` bytes to `dump.new` at most.
+    fn write_of(host: &Path, script: &str, most: u64) -> Result<String, Refusal> {
+        let (uid, gid) = fs::metadata(host).map(|found| (found.uid(), found.gid())).unwrap();
+        let bin = host.join("p/envs/0123/bin");
         fs::create_dir_all(&bin).unwrap();
-        fs::create_dir(host.path().join("etc")).unwrap();
-        fs::write(host.path().join("etc/passwd"), format!("owner:x:{uid}:{gid}::/:/bin/sh\n")).unwrap();
-        let holder = host.path().join("holder");
-        let script = format!("#!/bin/sh\necho dumped\nsleep 1000 2>/dev/null &\necho $$ >{}\n", holder.display());
-        fs::write(bin.join("flux"), script).unwrap();
+        fs::create_dir(host.join("etc")).unwrap();
+        fs::write(host.join("etc/passwd"), format!("owner:x:{uid}:{gid}::/:/bin/sh\n")).unwrap();
+        fs::write(bin.join("flux"), format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(bin.join("flux"), fs::Permissions::from_mode(0o755)).unwrap();
         let order = DumpOrder {
             prefix: "/p".into(),
@@ -196,9 +214,28 @@ mod tests {
             run_as: "owner".to_owned(),
             instance_id: "id".to_owned(),
         };
-        let refusal = write(&Root::at(host.path()), &order, &host.path().join("dump.new")).unwrap_err();
+        write(&Root::at(host), &order, &host.join("dump.new"), most)
+    }
+
+    #[test]
+    fn a_process_that_holds_flux_s_output_open_holds_up_no_dump() {
+        let host = tempfile::tempdir().unwrap();
+        let holder = host.path().join("holder");
+        let script = format!("echo dumped\nsleep 1000 2>/dev/null &\necho $$ >{}", holder.display());
+        let refusal = write_of(host.path(), &script, MARGIN).unwrap_err();
         kill_group(fs::read_to_string(&holder).unwrap().trim().parse().unwrap());
         assert!(refusal.transient && refusal.message.contains("another process holds its output open"), "{refusal}");
+    }
+
+    /// The brokers' user can write to flux's output whatever the store holds.
+    #[test]
+    fn a_dump_that_grows_without_end_takes_no_more_than_the_room_it_may_have() {
+        let host = tempfile::tempdir().unwrap();
+        let refusal = write_of(host.path(), "exec cat /dev/urandom", 1 << 20).unwrap_err();
+        assert!(refusal.transient && refusal.message.contains("make more room"), "{refusal}");
+        assert!(fs::metadata(host.path().join("dump.new")).unwrap().len() <= 1 << 20);
+        let host = tempfile::tempdir().unwrap();
+        write_of(host.path(), "head -c 500000 /dev/urandom", 1 << 20).unwrap();
     }
 
     #[test]
