@@ -127,6 +127,7 @@ impl Bed {
             connect: Box::new(connect),
             told,
             identity: "pod-of-the-lead".into(),
+            report: watch::channel(api::PodCounts::default()).0,
         };
         self.bridge.abort();
         self.bridge = tokio::spawn(async move {
@@ -278,6 +279,41 @@ async fn a_gang_waits_until_it_is_whole_and_is_bound_as_a_whole() {
     bed.delete("g0").await;
     bed.delete("g2").await;
     bed.until_bound("late").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn jobs_of_hosts_are_told_apart_from_pods_on_the_same_node() {
+    let Some(bed) = Bed::new().await else { return };
+    let gang = json!({"distribute.flux-framework.org/gang": "g", "distribute.flux-framework.org/gang-size": "2"});
+    bed.make("single", 2, json!({})).await;
+    let single = Bed::record(&bed.until_bound("single").await)["rank"].clone();
+    for name in ["g0", "g1"] {
+        bed.make(name, 3, gang.clone()).await;
+    }
+    let mut ranks = Vec::new();
+    for name in ["g0", "g1"] {
+        ranks.push(Bed::record(&bed.until_bound(name).await)["rank"].as_u64().unwrap());
+    }
+    ranks.sort_unstable();
+    let gangs: api::IdSet = ranks.iter().map(|rank| u32::try_from(*rank).unwrap()).collect();
+    let client = connect(&bed.brokers[0]).await;
+    let held = async || {
+        let instance = broker::status::instance(&client).await.unwrap();
+        bridge::ask_held(&client, &instance).await.unwrap()
+    };
+    let before = held().await;
+    assert_eq!((before.by_host_jobs.to_string(), before.by_gangs), (String::new(), gangs.clone()));
+    // A name says nothing, and neither does a record without our form.
+    let on = format!("--requires=rank:{single}");
+    let record = r#"--setattr=user.k8s={"gang":{},"members":[]}"#;
+    for words in
+        [&["submit", &on, "--job-name=default/single", "sleep", "600"][..], &["submit", &on, record, "sleep", "600"]]
+    {
+        bed.flux(words);
+    }
+    bed.until_allocated(10).await;
+    let beside = held().await;
+    assert_eq!((beside.by_host_jobs.to_string(), beside.by_gangs), (single.to_string(), gangs));
 }
 
 #[tokio::test(flavor = "multi_thread")]

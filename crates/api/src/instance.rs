@@ -448,6 +448,9 @@ pub struct FluxInstanceStatus {
     /// not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending_nodes: Option<u32>,
+    /// Pods through Flux; unset while `spec.pods.enabled` is not in effect.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pods: Option<PodCounts>,
     /// Digest of the package set of the running epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
@@ -463,6 +466,27 @@ pub struct FluxInstanceStatus {
     /// gone), `Ignored` (another name than `flux`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
+}
+
+/// Numbers of gangs, where a pod by itself is a gang of one, and what keeps Flux from scheduling pods.
+#[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PodCounts {
+    /// Gangs that run.
+    #[serde(default)]
+    pub running: u32,
+    /// Gangs that wait in Flux's queue.
+    #[serde(default)]
+    pub queued: u32,
+    /// Gangs that can't wait in the queue as they are; the condition `PodScheduled` of their pods says why.
+    #[serde(default)]
+    pub refused: u32,
+    /// Pods that run on cores which no job holds: Flux may give these to another job.
+    #[serde(default)]
+    pub uncovered: u32,
+    /// Why no pod has been scheduled for ten seconds, whatever waits. Unset: nothing keeps Flux from it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
 }
 
 impl FluxInstanceStatus {

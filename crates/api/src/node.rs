@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Finding, IdSet, Resources};
+use super::{Finding, IdSet, PodCounts, Resources};
 
 /// The CRD's message if `spec.nodeName` differs from the FluxNode's name.
 const ANOTHER_NODE: &str = "is not the name of this FluxNode";
@@ -297,14 +297,26 @@ pub struct FluxNodeStatus {
     /// cut off from its parent believes for minutes that it is online.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offline: Vec<u32>,
-    /// Lead only: ranks on which jobs run (idset, RFC 22), as the lead's broker reports. Empty: the instance is idle. Unset:
-    /// not known.
+    /// Lead only: ranks on which jobs hold resources (idset, RFC 22), as the lead's broker reports. Empty: the instance is idle.
+    /// Unset: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub allocated: Option<IdSet>,
+    /// Lead only: those of the allocated ranks on which host jobs hold resources, and not just pods that Flux has placed. Unset: on
+    /// all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
+    pub host_jobs: Option<IdSet>,
+    /// Lead only: ranks on which gangs of pods hold resources; a pod by itself is none.
+    #[serde(default, skip_serializing_if = "IdSet::is_empty")]
+    #[schemars(with = "String")]
+    pub gangs: IdSet,
     /// Lead only: how many more nodes the largest of the jobs needs that wait for nodes which are down. Unset: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending_nodes: Option<u32>,
+    /// Lead only: pods through Flux; unset while that is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pods: Option<PodCounts>,
     /// Lead only: a job waits for cores that Flux calls free; names the job and the remedy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_back_job: Option<String>,
@@ -365,4 +377,12 @@ pub struct FluxNodeStatus {
     /// Version of the agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_version: Option<String>,
+}
+
+impl FluxNodeStatus {
+    /// Lead only: ranks on which host jobs hold resources; None if not known. What waits for jobs waits for these: pods outlive a
+    /// broker.
+    pub fn ranks_of_host_jobs(&self) -> Option<&IdSet> {
+        self.allocated.as_ref().map(|allocated| self.host_jobs.as_ref().unwrap_or(allocated))
+    }
 }

@@ -35,6 +35,8 @@ use crate::{flux::start_queues, tell, under_way::Answer};
 pub(crate) struct Tools {
     pub(crate) client: Client,
     pub(crate) broker: Arc<rfc3::Client>,
+    /// Name of the agent's pod.
+    pub(crate) identity: Arc<str>,
 }
 
 impl Tools {
@@ -52,8 +54,13 @@ impl Tools {
             Action::Cancel { job, note, .. } => by_broker("cancel a job", cancel(&self.broker, *job, note).await),
             Action::Finish { job, status, .. } => by_broker("end a job", finish(&self.broker, *job, *status).await),
             Action::Bind(binding) => by_api_server(self.bind(binding).await),
-            Action::Tell(tell) if tell.is_condition => by_api_server(tell::condition(&self.client, tell).await),
-            Action::Tell(_) => Answer::Done(None),
+            Action::Tell(tell) => {
+                tell::event(&self.client, &self.identity, tell).await;
+                match tell.is_condition {
+                    true => by_api_server(tell::condition(&self.client, tell).await),
+                    false => Answer::Done(None),
+                }
+            }
             Action::Evict { pods, .. } => {
                 let mut answer = Answer::Done(None);
                 for pod in pods {

@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use futures::{FutureExt, StreamExt, stream};
 use k8s_openapi::api::{
     core::v1::{PersistentVolume, PersistentVolumeClaim},
     storage::v1::StorageClass,
@@ -25,6 +26,8 @@ use pods::{
 
 /// How long an answer counts.
 const KNOWN_FOR: Duration = Duration::from_secs(10);
+/// Number of objects that are asked for at once.
+const AT_ONCE: usize = 16;
 
 type Name = (String, String);
 
@@ -60,15 +63,9 @@ impl Lookups {
         self.groups.retain(|name, (_, asked)| groups.contains(name) && asked.elapsed() < KNOWN_FOR);
         self.claims.retain(|name, (_, asked)| claims.contains(name) && asked.elapsed() < KNOWN_FOR);
         groups.retain(|name| !self.groups.contains_key(name));
-        for name in groups {
-            let found = said(pod_group(client, &name).await).flatten();
-            self.groups.insert(name, (found, Instant::now()));
-        }
+        self.groups.extend(look_up(groups, |name| pod_group(client, name)).await);
         claims.retain(|name| !self.claims.contains_key(name));
-        for name in claims {
-            let found = said(claim(client, &name).await).flatten();
-            self.claims.insert(name, (found, Instant::now()));
-        }
+        self.claims.extend(look_up(claims, |name| claim(client, name)).await);
         let owned: BTreeSet<&str> = pods
             .filter(|pod| pod.is_bridged)
             .filter_map(|pod| pod.owner.as_ref())
@@ -90,22 +87,31 @@ impl Lookups {
     }
 }
 
-fn said<T>(answer: Result<T, ApiError>) -> Option<T> {
-    answer.inspect_err(|error| debug!(%error, "can't look up what a pod refers to")).ok()
+/// Looks these up, several at a time. What can't be looked up counts as missing for as long as an answer counts.
+async fn look_up<T, F>(names: BTreeSet<Name>, ask: impl Fn(Name) -> F) -> Vec<(Name, (Option<T>, Instant))>
+where
+    F: Future<Output = Result<Option<T>, ApiError>>,
+{
+    let asked = names.into_iter().map(|name| ask(name.clone()).map(|found| (name, found)));
+    let found = stream::iter(asked).buffer_unordered(AT_ONCE).map(|(name, found)| {
+        let found = found.inspect_err(|error| debug!(%error, "can't look up what a pod refers to")).ok().flatten();
+        (name, (found, Instant::now()))
+    });
+    found.collect().await
 }
 
-async fn pod_group(client: &Client, (namespace, name): &Name) -> Result<Option<PodGroup>, ApiError> {
+async fn pod_group(client: &Client, (namespace, name): Name) -> Result<Option<PodGroup>, ApiError> {
     let kind = GroupVersionKind::gvk("scheduling.x-k8s.io", "v1alpha1", "PodGroup");
     let groups: Api<DynamicObject> =
-        Api::namespaced_with(client.clone(), namespace, &ApiResource::from_gvk_with_plural(&kind, "podgroups"));
-    let found = call(format!("get PodGroup {namespace}/{name}"), groups.get_opt(name)).await?;
+        Api::namespaced_with(client.clone(), &namespace, &ApiResource::from_gvk_with_plural(&kind, "podgroups"));
+    let found = call(format!("get PodGroup {namespace}/{name}"), groups.get_opt(&name)).await?;
     let min_member = |group: DynamicObject| group.data.pointer("/spec/minMember")?.as_u64()?.try_into().ok();
     Ok(found.map(|group| PodGroup { min_member: min_member(group) }))
 }
 
-async fn claim(client: &Client, (namespace, name): &Name) -> Result<Option<Claim>, ApiError> {
-    let claims: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), namespace);
-    let found = call(format!("get PersistentVolumeClaim {namespace}/{name}"), claims.get_opt(name)).await?;
+async fn claim(client: &Client, (namespace, name): Name) -> Result<Option<Claim>, ApiError> {
+    let claims: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &namespace);
+    let found = call(format!("get PersistentVolumeClaim {namespace}/{name}"), claims.get_opt(&name)).await?;
     let Some(spec) = found.and_then(|claim| claim.spec) else { return Ok(None) };
     if let Some(volume) = spec.volume_name {
         let volumes: Api<PersistentVolume> = Api::all(client.clone());

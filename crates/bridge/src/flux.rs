@@ -41,7 +41,8 @@ impl Flux {
         let started = attribute(&client, "broker.starttime").await?;
         let journal = Box::pin(journal(&client, &EVENTS)?);
         let name = format!("{instance_id} {started}");
-        Ok(Self { client: Arc::new(client), journal, jobs: Jobs::default(), is_whole: false, name, in_run_since: None })
+        let jobs = Jobs::of(client.uid());
+        Ok(Self { client: Arc::new(client), journal, jobs, is_whole: false, name, in_run_since: None })
     }
 
     /// Takes in the next item of the journal.

@@ -37,6 +37,8 @@ pub(crate) struct Held {
     until: Option<Instant>,
     /// The broker that it names.
     broker: Option<String>,
+    /// Another one that has it.
+    holder: Option<String>,
     sight: Sight,
 }
 
@@ -47,6 +49,7 @@ impl Held {
             identity,
             until: None,
             broker: None,
+            holder: None,
             sight: Sight::default(),
         }
     }
@@ -54,6 +57,12 @@ impl Held {
     /// True if nobody else may write. An action takes no longer than the rest of the Lease.
     pub(crate) fn is_ours(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() + RENEW_EVERY / 2 < until)
+    }
+
+    /// Why it is not ours.
+    pub(crate) fn lacks(&self) -> Option<String> {
+        let of = || self.holder.as_ref().map_or_else(String::new, |holder| format!(" of {holder} to expire"));
+        (!self.is_ours()).then(|| format!("waits for Lease {LEASE_BRIDGE}{}", of()))
     }
 
     /// The broker that it names.
@@ -73,7 +82,8 @@ impl Held {
         let broker = broker.map(str::to_owned).or(before.clone());
         let step = next_step(view.as_ref(), &self.identity);
         let (metadata, create) = match (step, found) {
-            (LeaseStep::Yield(_), _) => {
+            (LeaseStep::Yield(_), found) => {
+                self.holder = found.and_then(|lease| lease.spec?.holder_identity);
                 (self.until, self.broker) = (None, before);
                 return Ok(());
             }

@@ -7,6 +7,7 @@
 mod begin;
 mod facts;
 mod flux;
+mod held;
 mod lease;
 mod opted_in;
 mod run;
@@ -16,13 +17,14 @@ mod watched;
 
 use std::sync::Arc;
 
-use api::Roster;
+use api::{PodCounts, Roster};
 use broker::rfc3::{Client as Broker, RpcError};
 use futures::future::BoxFuture;
 use kube::Client;
 use pods::world::Settings;
 use tokio::sync::watch;
 
+pub use held::ask_held;
 pub use run::run;
 
 /// What the agent tells the bridge, as it changes.
@@ -44,4 +46,6 @@ pub struct Bridge {
     pub told: watch::Receiver<Told>,
     /// Name of the agent's pod, which holds the Lease.
     pub identity: String,
+    /// Where the bridge reports.
+    pub report: watch::Sender<PodCounts>,
 }

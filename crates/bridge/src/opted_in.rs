@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use futures::{StreamExt, stream};
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec};
 use kube::{Api, Client, api::PostParams};
 use tokio::time::Instant;
@@ -14,6 +15,8 @@ use cluster::call;
 
 /// How long an answer counts.
 const KNOWN_FOR: Duration = Duration::from_secs(20);
+/// Number of namespaces that are asked about at once.
+const AT_ONCE: usize = 16;
 
 /// The answers so far.
 #[derive(Default)]
@@ -23,12 +26,13 @@ impl OptedIn {
     /// Asks about those of `wanted` whose answer is missing or old. Returns those that have opted in.
     pub(crate) async fn among(&mut self, client: &Client, wanted: BTreeSet<String>) -> BTreeSet<String> {
         self.0.retain(|namespace, _| wanted.contains(namespace));
-        for namespace in &wanted {
-            if self.0.get(namespace).is_some_and(|(_, asked)| asked.elapsed() < KNOWN_FOR) {
-                continue;
-            }
-            match may_bind(client, namespace).await {
-                Ok(may) => drop(self.0.insert(namespace.clone(), (may, Instant::now()))),
+        let is_known = |namespace: &String| self.0.get(namespace).is_some_and(|(_, asked)| asked.elapsed() < KNOWN_FOR);
+        let asked = wanted.into_iter().filter(|namespace| !is_known(namespace)).collect::<Vec<_>>().into_iter();
+        let answers = asked.map(async |namespace| (may_bind(client, &namespace).await, namespace));
+        let answers: Vec<_> = stream::iter(answers).buffer_unordered(AT_ONCE).collect().await;
+        for (may, namespace) in answers {
+            match may {
+                Ok(may) => drop(self.0.insert(namespace, (may, Instant::now()))),
                 Err(error) => debug!(%error, namespace, "can't find out whether pods of a namespace may be bound"),
             }
         }

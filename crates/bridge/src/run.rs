@@ -9,13 +9,13 @@ use std::{
 use futures::{FutureExt, Stream, StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use k8s_openapi::{api::core::v1::Pod, jiff::Timestamp};
 use kube::Api;
-use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 
-use api::{Rank, Roster};
+use api::{PodCounts, Rank, Roster};
 use base::error_chain;
 use broker::{queues::ensure_recorded, rfc3::RpcError};
-use cluster::{Announcer, call};
+use cluster::call;
 use pods::{
     action::{Action, PodRef},
     decide::{Decision, Memory, Report, decide},
@@ -32,17 +32,19 @@ use crate::{
     flux::Flux,
     lease::{Held, RENEW_EVERY},
     opted_in::OptedIn,
-    tell,
     under_way::{Answer, UnderWay},
     watched::{Change, Watched, changes},
 };
 
-/// How long changes are gathered: a gang's pods appear one after the other.
-const GATHER: Duration = Duration::from_millis(20);
+/// How long changes are gathered: a gang's pods appear one after the other. Twice as long as a decision takes, so that what was
+/// decided is carried out in the meantime.
+const GATHER: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_millis(200);
 /// A round at least this often: a broker's state and its queues change without an event here.
 const TICK: Duration = Duration::from_secs(1);
 /// Pause before the broker is tried again.
 const CONNECT_AGAIN: Duration = Duration::from_millis(500);
+/// What keeps the bridge from serving pods is reported after this long: most restarts take less.
+const REPORT_AFTER: Duration = Duration::from_secs(10);
 
 /// Serves pods until the future is dropped.
 pub async fn run(bridge: Bridge) {
@@ -52,14 +54,15 @@ pub async fn run(bridge: Bridge) {
         changes: Box::pin(changes(&bridge.client)),
         held: Held::new(bridge.client.clone(), bridge.identity.clone()),
         renewed: None,
-        announcer: Announcer::new(bridge.client.clone(), &bridge.identity),
         lookups: Lookups::default(),
         opted_in: OptedIn::default(),
+        waits_since: None,
         bridge,
     };
     let mut memory = Memory::default();
     loop {
         let Err(error) = kubernetes.serve(&mut memory).await;
+        kubernetes.report(&Report::default());
         debug!(
             error = error_chain(&error),
             "the bridge has lost the broker, or an answer of it: it looks at all jobs again"
@@ -76,9 +79,10 @@ struct Kubernetes {
     held: Held,
     /// When the Lease was looked at last.
     renewed: Option<Instant>,
-    announcer: Announcer,
     lookups: Lookups,
     opted_in: OptedIn,
+    /// Since when no pod has been served.
+    waits_since: Option<Instant>,
 }
 
 /// What goes on with one life of the broker.
@@ -87,7 +91,10 @@ struct Life {
     tools: Tools,
     under_way: UnderWay,
     answers: FuturesUnordered<BoxFuture<'static, (u64, Answer)>>,
-    report: Report,
+    /// What was decided last and waits for room.
+    decided: Vec<Action>,
+    /// How long the last decision took.
+    took: Duration,
 }
 
 impl Kubernetes {
@@ -99,9 +106,10 @@ impl Kubernetes {
         if let Err(error) = ensure_recorded(&flux.client).await {
             warn!(error = error_chain(&error), "can't record the state of the queues");
         }
-        let tools = Tools { client: self.bridge.client.clone(), broker: flux.client.clone() };
+        let identity = self.bridge.identity.as_str().into();
+        let tools = Tools { client: self.bridge.client.clone(), broker: flux.client.clone(), identity };
         let (under_way, answers) = (UnderWay::default(), FuturesUnordered::new());
-        let mut life = Life { flux, tools, under_way, answers, report: Report::default() };
+        let mut life = Life { flux, tools, under_way, answers, decided: Vec::new(), took: Duration::ZERO };
         let mut wake = Instant::now();
         loop {
             self.wait(&mut life, wake).await?;
@@ -109,16 +117,35 @@ impl Kubernetes {
             let now = now();
             self.watched.forget(now);
             let decision = self.decide(&mut life, memory, now).await?;
-            if decision.report != life.report {
-                info!(?decision.report, "pods as jobs");
-                life.report = decision.report;
-            }
-            for action in decision.actions {
-                self.begin(&mut life, action).await;
-            }
+            self.report(&decision.report);
+            life.decided = decision.actions;
+            self.begin(&mut life).await;
             let until = |at: Millis| Duration::from_millis(at.saturating_sub(now).max(1).unsigned_abs());
             wake = Instant::now() + decision.wake.map_or(TICK, |at| until(at).min(TICK));
         }
+    }
+
+    /// Reports what people want to know. `report`: that of a decision; the default one if there was none.
+    fn report(&mut self, report: &Report) {
+        let lacks = self.held.lacks().or_else(|| self.watched.lacks()).or_else(|| report.standing.waits_for());
+        let since = lacks.is_some().then(|| self.waits_since.unwrap_or_else(Instant::now));
+        self.waits_since = since;
+        let count = |gangs: usize| u32::try_from(gangs).unwrap_or(u32::MAX);
+        let counts = PodCounts {
+            running: count(report.running),
+            queued: count(report.queued),
+            refused: count(report.refused),
+            uncovered: count(report.uncovered),
+            waits_for: lacks.filter(|_| since.is_some_and(|since| since.elapsed() >= REPORT_AFTER)),
+        };
+        self.bridge.report.send_if_modified(|before| {
+            let has_changed = *before != counts;
+            if has_changed {
+                info!(?counts, "pods as jobs");
+            }
+            *before = counts;
+            has_changed
+        });
     }
 
     /// Waits for a change, and takes in all that follow within a moment.
@@ -131,17 +158,18 @@ impl Kubernetes {
             }
             () = sleep_until(wake) => {}
         }
-        let gathered = Instant::now() + GATHER;
-        while let Ok(Some(change)) = timeout_at(gathered, self.changes.next()).await {
-            self.watched.take(change, now());
+        let gathered = Instant::now() + (life.took * 2).clamp(*GATHER.start(), *GATHER.end());
+        loop {
+            tokio::select! {
+                heard = life.flux.hear() => heard?,
+                Some(change) = self.changes.next() => drop(self.watched.take(change, now())),
+                Some((number, answer)) = life.answers.next(), if !life.answers.is_empty() => {
+                    self.take_answer(life, number, answer).await?;
+                    self.begin(life).await;
+                }
+                () = sleep_until(gathered) => return Ok(()),
+            }
         }
-        while let Some(heard) = life.flux.hear().now_or_never() {
-            heard?;
-        }
-        while let Some(Some((number, answer))) = life.answers.next().now_or_never() {
-            self.take_answer(life, number, answer).await?;
-        }
-        Ok(())
     }
 
     /// Takes in how an action was answered. If it may have been done and nothing tells, a pod is read; for a job the journal is read
@@ -197,28 +225,33 @@ impl Kubernetes {
             under_way: life.under_way.actions(),
         };
         let may_decide = life.flux.is_whole && self.watched.is_listed && self.held.is_ours();
+        let began = Instant::now();
         let decision = if may_decide { decide(&world, memory, now) } else { Decision::default() };
+        life.took = began.elapsed();
         life.flux.jobs = world.jobs.take().unwrap_or_default();
         self.watched.pods = world.pods.take().unwrap_or_default();
         Ok(decision)
     }
 
-    /// Begins an action, if there is room for it and the Lease is still ours.
-    async fn begin(&mut self, life: &mut Life, action: Action) {
-        if !life.under_way.has_room_for(&action) || !self.held.is_ours() {
-            return;
+    /// Begins as much of what was decided as there is room for, while the Lease is ours.
+    async fn begin(&mut self, life: &mut Life) {
+        for action in std::mem::take(&mut life.decided) {
+            if !self.held.is_ours() {
+                return;
+            }
+            if !life.under_way.has_room_for(&action) {
+                life.decided.push(action);
+                continue;
+            }
+            if action == Action::StartQueues
+                && let Err(error) = self.held.renew(Some(&life.flux.name)).await
+            {
+                info!(error = error_chain(&error), "can't name the broker in Lease flux-bridge");
+                continue;
+            }
+            let (number, tools) = (life.under_way.begin(action.clone()), life.tools.clone());
+            life.answers.push(async move { (number, tools.carry_out(action).await) }.boxed());
         }
-        if let Action::Tell(tell) = &action {
-            tell::event(&mut self.announcer, tell).await;
-        }
-        if action == Action::StartQueues
-            && let Err(error) = self.held.renew(Some(&life.flux.name)).await
-        {
-            info!(error = error_chain(&error), "can't name the broker in Lease flux-bridge");
-            return;
-        }
-        let (number, tools) = (life.under_way.begin(action.clone()), life.tools.clone());
-        life.answers.push(async move { (number, tools.carry_out(action).await) }.boxed());
     }
 }
 

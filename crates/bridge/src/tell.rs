@@ -11,7 +11,7 @@ use kube::{
 };
 use serde_json::json;
 
-use cluster::{Announcer, ApiError, call, gone_is_fine};
+use cluster::{ApiError, call, gone_is_fine, publish};
 use pods::action::{PodRef, Reason, Tell};
 
 /// Writes condition PodScheduled=False, which `kubectl describe` and autoscalers read.
@@ -33,10 +33,10 @@ pub(crate) async fn condition(client: &Client, tell: &Tell) -> Result<(), ApiErr
     gone_is_fine(call(what, pods.patch_status(&tell.pod.name, &parameters, &patch)).await)
 }
 
-/// Publishes an Event.
-pub(crate) async fn event(announcer: &mut Announcer, tell: &Tell) {
+/// Publishes an Event, from the agent's pod `identity`.
+pub(crate) async fn event(client: &Client, identity: &str, tell: &Tell) {
     let is_warning = matches!(tell.reason, Reason::Refused | Reason::NotStarted | Reason::NotOptedIn);
-    announcer.say(&reference(&tell.pod), is_warning, tell.reason.word(), &tell.message).await;
+    publish(client, identity, &reference(&tell.pod), is_warning, tell.reason.word(), &tell.message).await;
 }
 
 fn reference(pod: &PodRef) -> ObjectReference {

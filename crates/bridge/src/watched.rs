@@ -16,6 +16,7 @@ use kube::{
 };
 use tracing::debug;
 
+use base::error_chain;
 use pods::{
     facts::{ANNOTATION_SUSPENDED, KubeJob, SuspendReason},
     pod::{FORCED_HOLD, Phase, PodView},
@@ -28,24 +29,29 @@ pub(crate) enum Change {
     Pod(Box<Event<Pod>>),
     Node(Box<Event<Node>>),
     Job(Box<Event<Job>>),
+    /// A list or a watch has failed, and is tried again. With the reason.
+    Failed(String),
 }
 
 /// All changes, without an end. A watch that fails begins again after a pause that grows.
 pub(crate) fn changes(client: &Client) -> impl Stream<Item = Change> + Send + use<> {
     select_all([
-        watch(Api::<Pod>::all(client.clone())).map(|event| Change::Pod(Box::new(event))).boxed(),
-        watch(Api::<Node>::all(client.clone())).map(|event| Change::Node(Box::new(event))).boxed(),
-        watch(Api::<Job>::all(client.clone())).map(|event| Change::Job(Box::new(event))).boxed(),
+        watch(Api::<Pod>::all(client.clone()), "pods", Change::Pod).boxed(),
+        watch(Api::<Node>::all(client.clone()), "Nodes", Change::Node).boxed(),
+        watch(Api::<Job>::all(client.clone()), "Jobs", Change::Job).boxed(),
     ])
 }
 
-fn watch<K>(api: Api<K>) -> impl Stream<Item = Event<K>> + Send
+fn watch<K>(api: Api<K>, what: &'static str, change: fn(Box<Event<K>>) -> Change) -> impl Stream<Item = Change> + Send
 where
     K: kube::Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
     K::DynamicType: Default + Eq + Hash + Clone,
 {
     let events = watcher(api, watcher::Config::default()).default_backoff();
-    events.filter_map(async |event| event.inspect_err(|error| debug!(%error, "a watch failed")).ok())
+    events.map(move |event| match event {
+        Ok(event) => change(Box::new(event)),
+        Err(error) => Change::Failed(format!("can't watch {what}: {}", error_chain(&error))),
+    })
 }
 
 /// What was watched so far.
@@ -55,6 +61,8 @@ pub(crate) struct Watched {
     pub(crate) pods: Pods,
     /// The pods have been listed.
     pub(crate) is_listed: bool,
+    /// Why the last watch or list that failed did.
+    failure: Option<String>,
     nodes: Option<BTreeMap<String, Node>>,
     jobs: Option<BTreeMap<String, KubeJob>>,
     /// A list that is being read, which replaces what is there only at its end.
@@ -70,7 +78,19 @@ impl Watched {
             Change::Pod(event) => self.take_pod(*event, now),
             Change::Node(event) => self.take_node(*event),
             Change::Job(event) => self.take_job(*event),
+            Change::Failed(reason) => {
+                debug!(reason, "a watch begins again");
+                self.failure = Some(reason);
+                false
+            }
         }
+    }
+
+    /// Why it is not known which pods, Nodes and Jobs there are; None if all have been listed.
+    pub(crate) fn lacks(&self) -> Option<String> {
+        let is_complete = self.is_listed && self.nodes.is_some() && self.jobs.is_some();
+        (!is_complete)
+            .then(|| self.failure.clone().unwrap_or_else(|| "pods, Nodes and Jobs are being listed".to_owned()))
     }
 
     /// The Nodes by name; None until they have been listed.

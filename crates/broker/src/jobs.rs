@@ -7,15 +7,16 @@
 use std::time::Duration;
 
 use base64::{Engine, prelude::BASE64_STANDARD};
-use futures::join;
+use futures::{StreamExt, TryStreamExt, join, stream};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
     job_id::JobId,
+    journal::JobEvents,
     message::{ANY, EINVAL, ENOENT, EPERM, LEAD},
     rfc3::{Client, RpcError},
-    status::parse,
+    status::{LEAD_TIMEOUT, parse},
 };
 
 /// The urgency of a job by default (RFC 30).
@@ -26,6 +27,8 @@ pub const MAX_URGENCY: u8 = 31;
 const NOVALIDATE: u32 = 8;
 /// The errors of a refusal: the second one is that of the job manager, the first one of Flux's own validator.
 const REFUSALS: [u32; 2] = [EPERM, EINVAL];
+/// Number of jobs that are asked about at once.
+const AT_ONCE: usize = 64;
 /// Limit for a submission: a thousand at once take five seconds to validate.
 const SUBMIT_TIMEOUT: Duration = Duration::from_mins(1);
 
@@ -115,6 +118,46 @@ pub async fn finish(client: &Client, id: JobId, status: i32) -> Result<bool, Rpc
         // It may have become known, or have ended, between the two.
         (start, finish) if is_unknown(&start) || is_unknown(&finish) => Ok(false),
         (_, Err(error)) => Err(error),
+    }
+}
+
+/// The running jobs of this connection's user whose names `is_meant` accepts: each with all its events so far, its jobspec and its
+/// R. The list may lag behind, so that a job which began a moment ago is missing; but what is said of a listed job is what the job
+/// manager knows when it is asked, which is after this was called.
+///
+/// # Errors
+/// [`RpcError`]; a timeout if the lead is gone.
+pub async fn running(client: &Client, is_meant: impl Fn(&str) -> bool) -> Result<Vec<JobEvents>, RpcError> {
+    #[derive(Deserialize)]
+    struct Listed {
+        jobs: Vec<Entry>,
+    }
+    #[derive(Deserialize)]
+    struct Entry {
+        id: JobId,
+        #[serde(default)]
+        name: String,
+    }
+    let topic = "job-list.list";
+    let constraint = json!({ "and": [{ "states": ["running"] }, { "userid": [client.uid()] }] });
+    let query = json!({ "max_entries": 0, "attrs": ["name"], "constraint": constraint });
+    let Listed { jobs } = parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?;
+    let meant = jobs.into_iter().filter(|job| is_meant(&job.name)).map(|job| known(client, job.id));
+    stream::iter(meant).buffer_unordered(AT_ONCE).try_filter_map(async |job| Ok(job)).try_collect().await
+}
+
+/// What the job manager knows about a job; None if it has forgotten the job, or the job has no resources.
+async fn known(client: &Client, id: JobId) -> Result<Option<JobEvents>, RpcError> {
+    let topic = "job-manager.getattr";
+    let query = json!({ "id": id, "attrs": ["jobspec", "R", "eventlog"] });
+    match client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await {
+        Ok(mut answer) => {
+            let mut take = |key: &str| answer[key].take();
+            parse(topic, json!({ "id": id, "events": take("eventlog"), "jobspec": take("jobspec"), "R": take("R") }))
+                .map(Some)
+        }
+        Err(error) if error.is(ENOENT) || error.is(EINVAL) => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

@@ -48,6 +48,12 @@ impl JobEvents {
         self.r.as_ref().map(|r| parse(TOPIC, r.clone())).transpose()
     }
 
+    /// The user that submitted the job, if event `submit` is among these.
+    pub fn submitted_by(&self) -> Option<u32> {
+        let submit = self.events.iter().find(|event| event.name == "submit")?;
+        submit.context["userid"].as_u64().and_then(|userid| u32::try_from(userid).ok())
+    }
+
     /// True if it has an event of that name.
     pub fn has(&self, name: &str) -> bool {
         self.events.iter().any(|event| event.name == name)

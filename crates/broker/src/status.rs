@@ -98,6 +98,9 @@ pub struct InstanceStatus {
     /// The resources behind `all`, by rank.
     #[serde(skip)]
     pub declared: ResourceSet,
+    /// The resources behind `allocated`, by rank.
+    #[serde(skip)]
+    pub held: ResourceSet,
     /// The names of all ranks, including excluded ones.
     #[serde(skip)]
     pub names: BTreeMap<u32, String>,
@@ -256,17 +259,17 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default(), since: why.timestamp })
     });
     let free = scheduler.free();
-    let amount = |set: Option<ResourceSet>| set.map(|set| set.amount()).unwrap_or_default();
-    let declared = scheduler.all.unwrap_or_default();
+    let (declared, held) = (scheduler.all.unwrap_or_default(), scheduler.allocated.unwrap_or_default());
     Ok(InstanceStatus {
         online,
         drained: drained.collect(),
         excluded: resources.exclude,
         torpid: resources.torpid,
         all: declared.amount(),
-        down: amount(scheduler.down),
-        allocated: amount(scheduler.allocated),
+        down: scheduler.down.map(|set| set.amount()).unwrap_or_default(),
+        allocated: held.amount(),
         declared,
+        held,
         names: resources.all.names(),
         free,
     })

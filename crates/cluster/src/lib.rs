@@ -22,7 +22,7 @@ use kube::{
     api::{DeleteParams, ObjectMeta, Preconditions},
 };
 
-pub use events::Announcer;
+pub use events::{Announcer, publish};
 pub use merge_patch::merge_patch;
 
 /// Why the planner, or an agent that reads what it wrote, failed.

@@ -15,6 +15,8 @@ pub enum Weight {
     LeadAway,
     /// A job waits although enough cores are free.
     CoresLost,
+    /// Something keeps Flux from scheduling pods.
+    PodsWait,
     /// The running instance doesn't apply a part of the spec.
     NotApplied,
     /// The spec asks for more nodes than the running epoch has ranks.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::{eligibility::NodeView, topology::Topology};
 use crate::{observed::Observed, tree::topology};
-use api::{FluxNodeStatus, NodePhase, Rank, Roster, RosterEntry};
+use api::{FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry};
 
 /// What is known about the member of a rank and its broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -67,8 +67,28 @@ struct Facts<'a> {
     report: Option<&'a FluxNodeStatus>,
     /// The member's Node exists and is Ready.
     is_ready: bool,
-    /// The lead reports that no job runs on the rank, and that it gives the rank none.
-    is_kept_idle: bool,
+    /// What the lead reports of jobs there.
+    load: Load,
+}
+
+/// What the lead reports of jobs on a rank.
+#[derive(Debug, Clone, Copy, Default)]
+struct Load {
+    /// It gives the rank no jobs.
+    is_drained: bool,
+    /// Host jobs hold none of its resources.
+    is_without_host_jobs: bool,
+    /// Gangs hold none of its resources.
+    is_without_gangs: bool,
+    /// Nothing holds any of its resources.
+    is_free: bool,
+}
+
+impl Load {
+    /// No host job runs there, and none will.
+    fn is_kept_idle(self) -> bool {
+        self.is_drained && self.is_without_host_jobs
+    }
 }
 
 /// The members of one roster, as observed at one moment.
@@ -138,7 +158,7 @@ impl<'a> Members<'a> {
 
     /// The facts about one rank, from the report of its own agent only.
     fn facts(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Facts<'a> {
-        let unknown = |state| Facts { state, report: None, is_ready: false, is_kept_idle: false };
+        let unknown = |state| Facts { state, report: None, is_ready: false, load: Load::default() };
         let Some(member) = &entry.member else { return unknown(MemberState::Vacant) };
         let is_ready = self.nodes.with_uid(&member.uid).is_some_and(|node| node.ready);
         let without_broker = |state| Facts { is_ready, ..unknown(state) };
@@ -167,14 +187,15 @@ impl<'a> Members<'a> {
         }
         // Only the report of a lead that is online is current.
         let Some(lead) = self.lead_report() else { return };
-        if let Some(allocated) = &lead.allocated {
+        let host_jobs = lead.ranks_of_host_jobs();
+        if let Some(host_jobs) = host_jobs {
             // A broker process that is suspended keeps its connection, so the lead never loses it; but it finds it slow
             // to answer (torpid) and gives it no jobs. If no job runs on that rank or below it, giving up the broker
             // costs no job.
-            let above_busy = self.above(allocated.0.iter().copied());
+            let above_busy = self.above(host_jobs.0.iter().copied());
             let is_used = |rank: &Rank| match self.topology {
-                Some(_) => allocated.contains(*rank) || above_busy.contains(rank),
-                None => !allocated.is_empty(),
+                Some(_) => host_jobs.contains(*rank) || above_busy.contains(rank),
+                None => !host_jobs.is_empty(),
             };
             for (rank, facts) in &mut self.ranks {
                 if facts.state == MemberState::Offline && lead.torpid.contains(*rank) && !is_used(rank) {
@@ -187,13 +208,18 @@ impl<'a> Members<'a> {
             // Flux can't drain a rank that it excludes; the exclusion keeps jobs away as well.
             let is_excluded = entry.is_excluded() && lead.applied_revision >= Some(entry.revision);
             let is_drained = lead.drained.as_ref().is_some_and(|drained| is_excluded || drained.contains(*rank));
-            let is_idle = lead.allocated.as_ref().is_some_and(|ranks| !ranks.contains(*rank));
+            let is_without = |ranks: Option<&IdSet>| ranks.is_some_and(|ranks| !ranks.contains(*rank));
             if let Some(facts) = self.ranks.get_mut(rank) {
-                facts.is_kept_idle = is_drained && is_idle;
+                facts.load = Load {
+                    is_drained,
+                    is_without_host_jobs: is_without(host_jobs),
+                    is_without_gangs: is_without(Some(&lead.gangs)),
+                    is_free: is_without(lead.allocated.as_ref()),
+                };
             }
         }
         let may_get_jobs = |(rank, facts): (&Rank, &Facts)| {
-            (!facts.is_kept_idle && !self.lost_by_lead.contains(rank)).then_some(*rank)
+            (!facts.load.is_kept_idle() && !self.lost_by_lead.contains(rank)).then_some(*rank)
         };
         let above_others = self.above(self.ranks.iter().filter_map(may_get_jobs));
         if let Some(above_jobs) = &mut self.above_jobs {
@@ -275,9 +301,23 @@ impl<'a> Members<'a> {
         self.ranks.get(&rank).is_some_and(|facts| facts.is_ready)
     }
 
-    /// True if, according to the lead, no job runs on `rank`, and the lead gives it none: it is drained or excluded.
+    fn load(&self, rank: Rank) -> Load {
+        self.ranks.get(&rank).map(|facts| facts.load).unwrap_or_default()
+    }
+
+    /// True if, according to the lead, no host job runs on `rank`, and the lead gives it none: it is drained or excluded.
     pub fn is_kept_idle(&self, rank: Rank) -> bool {
-        self.ranks.get(&rank).is_some_and(|facts| facts.is_kept_idle)
+        self.load(rank).is_kept_idle()
+    }
+
+    /// As [`Self::is_kept_idle`], and no gang runs there. Single pods may.
+    pub fn is_kept_without_gangs(&self, rank: Rank) -> bool {
+        self.is_kept_idle(rank) && self.load(rank).is_without_gangs
+    }
+
+    /// As [`Self::is_kept_idle`], and no pod runs there either: nothing holds any of its resources.
+    pub fn is_kept_free(&self, rank: Rank) -> bool {
+        self.is_kept_idle(rank) && self.load(rank).is_free
     }
 
     /// True if jobs run below `rank` in a deep tree, or a rank there may get one at any moment. If the broker of `rank`

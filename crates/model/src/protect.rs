@@ -10,7 +10,7 @@ use super::{
     members::{NodeIndex, Planned},
 };
 use crate::{observed::Observed, tree::topology};
-use api::{ANNOTATION_PROTECTS, FluxNodeStatus, IdSet, Rank, RunningJobs};
+use api::{ANNOTATION_PROTECTS, FluxNodeStatus, Rank, RunningJobs};
 
 /// The value of each of [`PROTECTING`].
 const PROTECTED: &str = "true";
@@ -75,17 +75,19 @@ impl Protection {
     pub fn at_the_end(&self, nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<AnnotationChange> {
         let runs = |report: &FluxNodeStatus| report.adopted.is_some();
         let lead = reports.values().find(|report| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0));
-        let are_jobs_left = lead.is_some_and(|lead| lead.allocated.as_ref().is_none_or(|ranks| !ranks.is_empty()));
+        let are_jobs_left = lead.is_some_and(|lead| lead.ranks_of_host_jobs().is_none_or(|ranks| !ranks.is_empty()));
         let is_waited_for = self.running_jobs != RunningJobs::Cancel && are_jobs_left;
         let free = nodes.iter().filter(|node| !(is_waited_for && reports.get(&node.name).is_some_and(runs)));
         free.filter_map(unprotect).collect()
     }
 }
 
-/// The ranks on which jobs run, and all ranks above them in the tree, because a job ends if a broker above its own
-/// ends. Always includes the lead, because the queue is on its disk. None if it is unknown where jobs run.
+/// The ranks on which host jobs or gangs run, and all ranks above them in the tree, because a job ends if a broker above its own
+/// ends. An autoscaler sees a pod by itself, but not that a gang is of no use without one of its pods. Always includes the lead,
+/// because the queue is on its disk. None if it is unknown where jobs run.
 fn needed(Planned { roster, members }: &Planned) -> Option<BTreeSet<Rank>> {
-    let IdSet(busy) = members.lead_report()?.allocated.as_ref()?;
+    let lead = members.lead_report()?;
+    let busy = lead.ranks_of_host_jobs()?.0.union(&lead.gangs.0);
     let topology = topology(roster)?;
     let mut needed = BTreeSet::from([0]);
     for rank in busy {

@@ -1,5 +1,6 @@
 use super::*;
 use crate::roster::tests::World;
+use api::IdSet;
 
 const CLUSTER_AUTOSCALER: &str = PROTECTING[0];
 const KARPENTER: &str = PROTECTING[1];
@@ -64,6 +65,15 @@ fn nodes_are_protected_while_jobs_run_and_a_minute_longer_but_the_lead_always() 
     assert_eq!(protected(&world), ["node1"]);
     assert!(world.nodes[1..].iter().all(|node| node.annotations.is_empty()));
     assert_eq!(settle(&mut world, &mut protection), [""; 0]);
+}
+
+#[test]
+fn nodes_of_gangs_are_protected_and_an_autoscaler_sees_single_pods_by_itself() {
+    let (mut world, mut protection) = (World::up(4), Protection::default());
+    busy(&mut world, "1-3");
+    let lead = world.reports.get_mut("node1").unwrap();
+    (lead.host_jobs, lead.gangs) = (Some("1".parse().unwrap()), "2".parse().unwrap());
+    assert_eq!(settle(&mut world, &mut protection), ["node1", "node2", "node3"]);
 }
 
 #[test]

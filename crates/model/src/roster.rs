@@ -20,6 +20,8 @@ mod first;
 mod join;
 mod keep;
 mod limits;
+#[cfg(test)]
+mod pods_tests;
 mod properties;
 #[cfg(test)]
 mod random_tests;

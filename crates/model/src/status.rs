@@ -94,6 +94,8 @@ pub fn status(
     let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
     let cores_lost = members.and_then(|members| members.report(0)?.held_back_job.as_deref());
     let mut findings = progress(seen, planned, obstacle, &next, standing);
+    let pods_wait = next.pods.as_ref().and_then(|pods| pods.waits_for.as_deref());
+    findings.extend(pods_wait.map(|what| Finding::new(Weight::PodsWait, format!("Flux schedules no pods: {what}"))));
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
     let if_true =
         |weight, (is_true, _, message): &ConditionValue| is_true.then(|| Finding::new(weight, message.clone()));
@@ -183,7 +185,7 @@ fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
 fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     let mut next = seen.status.clone();
     let Some(Planned { roster, members }) = planned else {
-        (next.online, next.pending_nodes) = (0, None);
+        (next.online, next.pending_nodes, next.pods) = (0, None, None);
         return next;
     };
     next.epoch = roster.epoch;
@@ -197,7 +199,9 @@ fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
         next.instance_id = Some(roster.instance_id.clone());
     }
     next.dump = newest_dump(seen);
-    next.pending_nodes = members.report(0).and_then(|lead| lead.pending_nodes);
+    let lead = members.report(0);
+    next.pending_nodes = lead.and_then(|lead| lead.pending_nodes);
+    next.pods = lead.and_then(|lead| lead.pods.clone());
     next
 }
 

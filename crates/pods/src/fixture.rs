@@ -99,10 +99,14 @@ pub(crate) fn request(slots: u32, cores: u32) -> JobRequest {
     }
 }
 
-/// An item of the journal. Everything in `events` but name and timestamp is their context.
+/// An item of the journal. Everything in `events` but name and timestamp is their context. With a jobspec there is always an event
+/// `submit`: of the owner, if `events` has none.
 pub(crate) fn job_events(id: u64, events: Value, jobspec: Option<Value>) -> JobEvents {
     let event = |event: &Value| json!({"name": event["name"], "timestamp": event["timestamp"].as_f64().unwrap_or(0.0), "context": event});
-    let events: Vec<Value> = events.as_array().unwrap().iter().map(event).collect();
+    let mut events: Vec<Value> = events.as_array().unwrap().iter().map(event).collect();
+    if jobspec.is_some() && !events.iter().any(|event| event["name"] == "submit") {
+        events.insert(0, event(&json!({"name": "submit", "userid": 0})));
+    }
     let item = json!({"id": JobId(id), "events": events, "jobspec": jobspec});
     serde_json::from_value(item).unwrap()
 }

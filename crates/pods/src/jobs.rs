@@ -40,11 +40,12 @@ pub struct BridgedJob {
     pub shape: Shape,
 }
 
-/// Says what the job with this jobspec is.
-pub fn classify(jobspec: &Value) -> JobClass {
+/// Says what the job with this jobspec is. `is_own`: the owner of the instance has submitted it. Anybody else's job is a host job,
+/// whatever it says of itself.
+pub fn classify(jobspec: &Value, is_own: bool) -> JobClass {
     match JobRecord::read(jobspec).zip(Shape::read(jobspec)) {
-        Some((record, shape)) => JobClass::Gang(Box::new(BridgedJob { record, shape })),
-        None => JobClass::Host,
+        Some((record, shape)) if is_own => JobClass::Gang(Box::new(BridgedJob { record, shape })),
+        _ => JobClass::Host,
     }
 }
 
@@ -95,16 +96,26 @@ pub struct Job {
 
 /// All active jobs, and those that ended a short while ago.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Jobs(BTreeMap<JobId, Job>);
+pub struct Jobs {
+    /// User id of the instance's owner.
+    owner: u32,
+    by_id: BTreeMap<JobId, Job>,
+}
 
 impl Jobs {
+    /// No jobs, of an instance with this owner.
+    pub fn of(owner: u32) -> Self {
+        Self { owner, by_id: BTreeMap::new() }
+    }
+
     /// Takes an item of the journal: all events of a job in the backlog, one at a time afterwards. Events of a job whose
     /// jobspec was never sent are of no use, and are left out.
     pub fn apply(&mut self, events: &JobEvents) {
         if let Some(jobspec) = &events.jobspec {
-            self.0.entry(events.id).or_insert_with(|| Job {
+            let is_own = events.submitted_by() == Some(self.owner);
+            self.by_id.entry(events.id).or_insert_with(|| Job {
                 id: events.id,
-                class: classify(jobspec),
+                class: classify(jobspec, is_own),
                 submitted: 0,
                 urgency: 0,
                 state: JobState::Pending,
@@ -112,7 +123,7 @@ impl Jobs {
                 ended: None,
             });
         }
-        let Some(job) = self.0.get_mut(&events.id) else { return };
+        let Some(job) = self.by_id.get_mut(&events.id) else { return };
         for event in &events.events {
             job.apply(event, events);
         }
@@ -121,7 +132,7 @@ impl Jobs {
     /// Forgets the jobs that ended [`REMEMBERED`] ago, except those that list one of the pods for which `is_there` is true:
     /// a cancelled gang is evicted however long that takes.
     pub fn forget(&mut self, now: Millis, is_there: impl Fn(&str) -> bool) {
-        self.0.retain(|_, job| {
+        self.by_id.retain(|_, job| {
             let listed = || job.bridged().is_some_and(|job| job.record.members.iter().any(|pod| is_there(&pod.uid)));
             let cancelled = matches!(job.ended_by, Some((Cause::Canceled, _)));
             job.ended.is_none_or(|ended| now < ended.saturating_add(REMEMBERED) || (cancelled && listed()))
@@ -130,12 +141,12 @@ impl Jobs {
 
     /// All of them, by id: in the order in which they were submitted.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Job> {
-        self.0.values()
+        self.by_id.values()
     }
 
     /// The job with this id.
     pub fn get(&self, id: JobId) -> Option<&Job> {
-        self.0.get(&id)
+        self.by_id.get(&id)
     }
 
     /// The bridge's jobs.
@@ -238,15 +249,16 @@ mod tests {
     }
 
     #[test]
-    fn only_a_job_with_our_record_and_form_is_a_gang() {
+    fn only_a_job_of_the_owner_with_our_record_and_form_is_a_gang() {
         let ours = request(2, 1).jobspec();
-        assert!(matches!(classify(&ours), JobClass::Gang(job) if job.shape.slots == 2));
+        assert!(matches!(classify(&ours, true), JobClass::Gang(job) if job.shape.slots == 2));
+        assert_eq!(classify(&ours, false), JobClass::Host, "any user can write such a record");
         let mut other_form = ours.clone();
         other_form["resources"] = json!([{"type": "node", "count": 1}]);
         let mut no_record = ours;
         no_record["attributes"]["user"]["k8s"] = json!({"uid": "u-1"});
         for jobspec in [json!({}), json!("x"), other_form, no_record] {
-            assert_eq!(classify(&jobspec), JobClass::Host, "{jobspec}");
+            assert_eq!(classify(&jobspec, true), JobClass::Host, "{jobspec}");
         }
     }
 
@@ -288,6 +300,16 @@ mod tests {
             assert_eq!(job.slots().map(<[_]>::len), is_right.then_some(2), "{entries}");
             assert!(job.is_active());
         }
+    }
+
+    #[test]
+    fn a_job_of_another_user_is_a_host_job_whatever_it_says_of_itself() {
+        let mut jobs = Jobs::of(7);
+        for (id, userid) in [(1, json!(7)), (2, json!(8)), (3, json!(null))] {
+            let submit = json!([{"name": "submit", "userid": userid}]);
+            jobs.apply(&job_events(id, submit, Some(request(1, 1).jobspec())));
+        }
+        assert_eq!(jobs.bridged().map(|(job, _)| job.id).collect::<Vec<_>>(), [JobId(1)]);
     }
 
     #[test]

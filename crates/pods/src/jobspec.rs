@@ -94,6 +94,11 @@ impl Shape {
     }
 }
 
+/// True if a bridged job may have this name: `NAMESPACE/NAME`.
+pub fn may_be_name(name: &str) -> bool {
+    name.contains('/')
+}
+
 /// The urgency for pods of this priority (PriorityClass): 16 for 0, more for more, from 1 to 29. 31 steps can't tell all
 /// priorities apart, so a step is a factor of five above 0, and of seven below.
 pub fn urgency(priority: i32) -> u8 {

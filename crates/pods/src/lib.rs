@@ -35,6 +35,7 @@ mod fixture;
 pub mod gangs;
 #[cfg(test)]
 mod gangs_tests;
+pub mod held;
 pub mod jobs;
 pub mod jobspec;
 pub mod node_rules;

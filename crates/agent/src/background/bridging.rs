@@ -8,7 +8,7 @@ use crate::{
     inputs::{broker_state, node_inputs::NodeInputs},
     node_ops::NodeOps,
 };
-use api::{FluxInstanceSpec, Roster, parse_duration};
+use api::{FluxInstanceSpec, PodCounts, Roster, parse_duration};
 use bridge::{Bridge, Told};
 use pods::world::Settings;
 
@@ -21,6 +21,7 @@ pub struct Bridging {
 
 struct Running {
     told: watch::Sender<Told>,
+    counts: watch::Receiver<PodCounts>,
     task: JoinHandle<()>,
 }
 
@@ -49,15 +50,22 @@ impl Bridging {
             }
             _ => {
                 let (sender, told) = watch::channel(told);
+                let (report, counts) = watch::channel(PodCounts::default());
                 let bridge = Bridge {
                     client: ops.client.clone(),
                     connect: Box::new(|| Box::pin(broker_state::connect())),
                     told,
                     identity: self.identity.clone(),
+                    report,
                 };
-                self.running = Some(Running { told: sender, task: tokio::spawn(bridge::run(bridge)) });
+                self.running = Some(Running { told: sender, counts, task: tokio::spawn(bridge::run(bridge)) });
             }
         }
+    }
+
+    /// What the bridge reports, if it runs.
+    pub fn counts(&self) -> Option<PodCounts> {
+        self.running.as_ref().map(|running| running.counts.borrow().clone())
     }
 }
 

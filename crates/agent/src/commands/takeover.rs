@@ -16,13 +16,14 @@ use tokio::time::sleep;
 
 use crate::{
     AgentError, client,
+    execute::ask::ranks_of_host_jobs,
     inputs::{broker_state, published::read_roster},
     say,
 };
 use api::{
     FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, NAMESPACE, Roster, Takeover,
 };
-use broker::{rfc3::RpcError, status::instance as ask_instance};
+use broker::rfc3::RpcError;
 use cluster::{ApiError, call, clock};
 use host::{
     NsHost,
@@ -233,7 +234,7 @@ fn check_kept(id: &str, prefix: &Path, roster: &Roster) -> Result<(), TakeoverEr
 /// may be running.
 async fn jobs_run() -> bool {
     match broker_state::connect().await {
-        Ok(broker) => ask_instance(&broker).await.map_or(true, |instance| instance.allocated.cores > 0),
+        Ok(broker) => ranks_of_host_jobs(&broker).await.map_or(true, |ranks| !ranks.is_empty()),
         Err(RpcError::Connect { source, .. }) => {
             !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
         }

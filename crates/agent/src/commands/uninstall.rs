@@ -10,7 +10,7 @@ use crate::{
     drains::{self, drained_for},
     error::StepError,
     execute::{
-        ask::{ask, jobs_may_run_here},
+        ask::jobs_may_run_here,
         queues::{self, UNINSTALLED_BY_HAND},
     },
     inputs::{broker_state, local_roster::host_roster},
@@ -183,7 +183,8 @@ impl<'a> Barrier<'a> {
     /// None if no job can start here, for example because this host is cut off from the lead.
     async fn of(view: &'a HostView) -> Option<Self> {
         let (prefix, roster) = (view.state.as_ref()?.prefix.as_path(), host_roster(view)?);
-        let measure = measure(view, &ask().await.lead.ok()?)?;
+        let socket = broker_state::connect().await.ok()?;
+        let measure = measure(view, &status::instance(&socket).await.ok()?)?;
         Some(Self { measure, prefix, roster })
     }
 

@@ -3,15 +3,15 @@
 use std::io::ErrorKind;
 
 use crate::inputs::local_roster::host_roster;
-use api::{Closing, Rank, RunningJobs, Uninstall};
-use broker::{rfc3::RpcError, status::InstanceStatus};
+use api::{Closing, IdSet, Rank, RunningJobs, Uninstall};
+use broker::rfc3::RpcError;
 use hostapi::HostView;
 use model::tree::topology;
 
 /// What the broker of this host answered about jobs.
 pub struct JobsAnswer {
-    /// The lead's answer, through this host's broker.
-    pub lead: Result<InstanceStatus, RpcError>,
+    /// The lead's answer, through this host's broker: the ranks on which host jobs hold resources. Pods outlive a broker.
+    pub lead: Result<IdSet, RpcError>,
     /// Other brokers may be below this one in the overlay: it says so, or does not answer.
     pub may_carry_others: bool,
 }
@@ -30,7 +30,7 @@ pub fn running_jobs(view: &HostView, answer: &JobsAnswer, counts: impl Fn(Rank) 
         topology(&roster).is_some_and(|topology| topology.is_interior(rank, roster.settings.max_size))
     };
     match &answer.lead {
-        Ok(instance) if instance.allocated.ranks.0.iter().any(|rank| counts(*rank)) => Some("jobs are running"),
+        Ok(ranks) if ranks.0.iter().any(|rank| counts(*rank)) => Some("jobs are running"),
         _ if view.job_shells > 0 => Some("jobs are running here"),
         Err(_) if rank == Some(0) && !nothing_listens => {
             Some("the lead's broker lives but does not answer, so jobs may be running")
@@ -133,14 +133,10 @@ mod tests {
 
     use super::*;
     use crate::fixture::tree;
-    use broker::resource_set::Amount;
 
     #[test]
     fn jobs_may_run_if_the_lead_or_this_host_says_so_or_if_a_broker_is_silent() {
-        let uses = |ranks: u32| {
-            let allocated = Amount { ranks: (7..7 + ranks).collect(), cores: ranks as usize, gpus: 0 };
-            Ok(InstanceStatus { allocated, ..InstanceStatus::default() })
-        };
+        let uses = |ranks: u32| Ok((7..7 + ranks).collect());
         let silent = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::TimedOut) });
         let no_socket = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::NotFound) });
         let mut lost = tree(Some(0), 0);

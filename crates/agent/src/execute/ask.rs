@@ -4,7 +4,12 @@ use crate::{
     decide::jobs::{JobsAnswer, ends_with, running_jobs},
     inputs::broker_state,
 };
-use broker::status::{instance, overlay};
+use api::IdSet;
+use bridge::ask_held;
+use broker::{
+    rfc3::{Client, RpcError},
+    status::{instance, overlay},
+};
 use hostapi::HostView;
 
 /// Asks now.
@@ -13,11 +18,20 @@ pub async fn ask() -> JobsAnswer {
         Ok(socket) => socket,
         Err(error) => return JobsAnswer { lead: Err(error), may_carry_others: true },
     };
-    let lead = instance(&socket).await;
+    let lead = ranks_of_host_jobs(&socket).await;
     // A broker without others below it leaves although its lead does not answer, so a tree is cleaned from its leaves.
     let may_carry_others =
         lead.is_ok() || overlay(&socket).await.map_or(true, |overlay| !overlay.connected.0.is_empty());
     JobsAnswer { lead, may_carry_others }
+}
+
+/// The ranks on which host jobs hold resources, as the lead says.
+///
+/// # Errors
+/// [`RpcError`]; a timeout if the lead is gone.
+pub async fn ranks_of_host_jobs(socket: &Client) -> Result<IdSet, RpcError> {
+    let instance = instance(socket).await?;
+    ask_held(socket, &instance).await.map(|held| held.by_host_jobs)
 }
 
 /// Why jobs may be running anywhere; None if none can.

@@ -163,6 +163,7 @@ impl Sources {
             peer: None,
             port_problems: Vec::new(),
             damage: None,
+            pods: None,
         })
     }
 

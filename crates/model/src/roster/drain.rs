@@ -96,17 +96,17 @@ pub(super) fn leaving(roster: &Roster, rank: Rank) -> Option<&Draining> {
     roster.ranks.get(&rank)?.drain.as_ref().filter(|drain| drain.leave)
 }
 
-/// True if a leaving member's broker may be stopped: the lead has drained the rank and no job runs on it or below it,
-/// or `spec.drain.timeout` has passed.
+/// True if a leaving member's broker may be stopped: the lead has drained the rank and no host job and no gang runs on it, and no
+/// host job below it, or `spec.drain.timeout` has passed. Single pods run on, on a node that is a member no more.
 pub fn may_stop(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) -> bool {
     let is_unused = || gets_no_jobs(members, roster, rank) && !members.may_carry_jobs(rank);
     leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || is_unused())
 }
 
-/// True if, according to the lead, no job runs on `rank` and none will: the roster drains the rank, and the lead has
-/// done so.
+/// True if, according to the lead, no host job and no gang runs on `rank` and none will: the roster drains the rank, and the lead
+/// has done so.
 fn gets_no_jobs(members: &Members, roster: &Roster, rank: Rank) -> bool {
-    roster.ranks.get(&rank).is_some_and(|entry| entry.drain.is_some()) && members.is_kept_idle(rank)
+    roster.ranks.get(&rank).is_some_and(|entry| entry.drain.is_some()) && members.is_kept_without_gangs(rank)
 }
 
 /// As [`may_stop`], for a rank that has no member any more but still a broker.
@@ -123,10 +123,10 @@ pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     timeout.is_some_and(|timeout| waited >= timeout.as_secs())
 }
 
-/// As [`gets_no_jobs`], and the drain is old enough that the lead's report can't be about an earlier one. `entry`: that
-/// of `rank`.
+/// True if, according to the lead, nothing holds resources of `rank` and nothing will, and the drain is old enough that the lead's
+/// report can't be about an earlier one. `entry`: that of `rank`.
 pub(super) fn has_no_jobs_for_sure(seen: &Observed, members: &Members, rank: Rank, entry: &RosterEntry) -> bool {
-    entry.drain.as_ref().is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && members.is_kept_idle(rank)
+    entry.drain.as_ref().is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && members.is_kept_free(rank)
 }
 
 /// True if the member of `rank` has left: its agent reports that it stopped the broker in order to leave. A report

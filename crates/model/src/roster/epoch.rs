@@ -67,7 +67,7 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
     if let Some(closing) = roster.closing {
         // A job started before the lead's broker stopped. The epoch goes on, so that no other job is held up until that
         // one ends.
-        let is_busy = report.allocated.as_ref().is_some_and(|ranks| !ranks.is_empty());
+        let is_busy = report.ranks_of_host_jobs().is_some_and(|ranks| !ranks.is_empty());
         if closing == Closing::WhenIdle && report.adopted.is_some() && is_busy {
             return Some(with_closing(roster, None));
         }
@@ -182,7 +182,7 @@ pub fn restart(seen: &Observed, members: &Members, roster: &Roster) -> Restart {
         let node = member.map_or("", |member| member.node.as_str());
         return lacks(format!("node {node}"));
     }
-    match &lead.allocated {
+    match lead.ranks_of_host_jobs() {
         Some(ranks) if ranks.is_empty() => Restart::Now { difference, closing },
         Some(ranks) => waits(format!("the jobs on ranks {ranks} to end")),
         None => waits("the lead to report whether jobs run".to_owned()),

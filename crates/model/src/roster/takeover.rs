@@ -91,8 +91,8 @@ fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, r
                 "node {lead} leads and is online: its queue is the newest, there is nothing to recover"
             ));
         }
-        let allocated = seen.reports.get(lead).and_then(|report| report.allocated.as_ref());
-        return match allocated {
+        let host_jobs = seen.reports.get(lead).and_then(|report| report.ranks_of_host_jobs());
+        return match host_jobs {
             _ if request.force => None,
             Some(ranks) if ranks.0.is_empty() => None,
             Some(ranks) => Some(format!("jobs run on ranks {ranks}: wait until they have ended, or add --force")),

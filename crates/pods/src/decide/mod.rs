@@ -78,6 +78,18 @@ pub enum Standing {
     Serving,
 }
 
+impl Standing {
+    /// What it waits for before it serves pods.
+    pub fn waits_for(self) -> Option<String> {
+        match self {
+            Self::NoBroker => Some("the lead's broker is not in state run".to_owned()),
+            Self::Loading => Some("pods or jobs are not known yet".to_owned()),
+            Self::Recovering(recovery) => Some(format!("after a restart of the lead's broker, the bridge {recovery}")),
+            Self::Serving => None,
+        }
+    }
+}
+
 /// Decides what is to be done. It depends on nothing else: the same world gives the same actions, and a world in which their
 /// results show gives others.
 pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {

@@ -31,7 +31,7 @@ pub(super) struct FluxJob {
 
 impl FluxJob {
     pub fn bridged(&self) -> Option<Box<BridgedJob>> {
-        match classify(&self.jobspec) {
+        match classify(&self.jobspec, true) {
             JobClass::Gang(job) => Some(job),
             JobClass::Host => None,
         }
@@ -226,7 +226,7 @@ impl Bed {
         let id = JobId(self.next_id);
         self.next_id += 1;
         self.jobs.insert(id, FluxJob { jobspec: jobspec.clone(), urgency, slots: None });
-        let submit = json!([{"name": "submit", "urgency": urgency}]);
+        let submit = json!([{"name": "submit", "userid": 0, "urgency": urgency}]);
         self.show_job(id, submit, Some(jobspec.clone()), None, serial);
     }
 
@@ -355,7 +355,7 @@ impl Bed {
         self.seen.jobs = Some(Jobs::default());
         let known = self.jobs.iter().map(|(id, job)| (*id, job.jobspec.clone(), job.urgency, job.slots.clone()));
         for (id, jobspec, urgency, slots) in known.collect::<Vec<_>>() {
-            let submit = json!({"name": "submit", "urgency": urgency});
+            let submit = json!({"name": "submit", "userid": 0, "urgency": urgency});
             let alloc = slots.is_some().then(|| json!({"name": "alloc"}));
             let events = [submit].into_iter().chain(alloc).collect();
             self.show_job(id, Value::Array(events), Some(jobspec), slots.as_deref(), 0);

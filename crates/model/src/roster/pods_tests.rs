@@ -1,0 +1,66 @@
+//! Pods that Flux has placed outlive a broker: what waits for jobs does not wait for them.
+
+use super::{
+    epoch_tests::{idle, waits_for},
+    tests::World,
+};
+use api::{Closing, Resources, Want};
+
+/// The lead reports that jobs of these ranks hold resources.
+fn held(world: &mut World, all: &str, by_host_jobs: &str, by_gangs: &str) {
+    let lead = world.reports.get_mut("node1").unwrap();
+    lead.allocated = Some(all.parse().unwrap());
+    lead.host_jobs = Some(by_host_jobs.parse().unwrap());
+    lead.gangs = by_gangs.parse().unwrap();
+}
+
+fn drained(world: &mut World, ranks: &str) {
+    world.reports.get_mut("node1").unwrap().drained = Some(ranks.parse().unwrap());
+}
+
+#[test]
+fn an_epoch_ends_beside_pods_and_gangs_but_not_beside_a_host_job() {
+    let mut world = idle();
+    world.spec.broker.port = Some(9000);
+    held(&mut world, "0-2", "1", "2");
+    world.settle();
+    assert_eq!(waits_for(&world), "the jobs on ranks 1 to end");
+    held(&mut world, "0-2", "", "2");
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle));
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, Some(Closing::WhenIdle), "pods are no reason to go on");
+    held(&mut world, "0-2", "0", "2");
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().closing, None, "a job slipped in");
+}
+
+#[test]
+fn a_member_leaves_beside_single_pods_and_waits_for_gangs_and_host_jobs() {
+    for (all, by_host_jobs, by_gangs, want) in
+        [("2", "2", "", Want::Run), ("2", "", "2", Want::Run), ("2", "", "", Want::Leave), ("", "", "", Want::Leave)]
+    {
+        let mut world = idle();
+        world.spec.size = Some(2);
+        world.settle();
+        drained(&mut world, "2");
+        held(&mut world, all, by_host_jobs, by_gangs);
+        assert_eq!(world.wants("node3"), want, "{all} {by_host_jobs} {by_gangs}");
+    }
+}
+
+#[test]
+fn a_node_with_less_declares_it_only_once_no_pod_has_what_it_lacks() {
+    let mut world = idle();
+    let before = world.roster.as_ref().unwrap().ranks[&2].resources.clone();
+    let facts = world.reports.get_mut("node3").unwrap().facts.as_mut().unwrap();
+    facts.resources = Resources { cores: facts.resources.cores - 1, ..facts.resources };
+    for (all, has_changed) in [("2", false), ("", true)] {
+        world.settle();
+        drained(&mut world, "2");
+        held(&mut world, all, "", "");
+        world.now += 600;
+        world.settle();
+        assert_eq!(world.roster.as_ref().unwrap().ranks[&2].resources != before, has_changed, "{all:?}");
+    }
+}

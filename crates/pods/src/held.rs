@@ -1,0 +1,79 @@
+//! On which ranks jobs hold resources, by what the jobs are. Whoever waits for jobs waits by this.
+
+use api::IdSet;
+use broker::resource_set::ResourceSet;
+
+use crate::{jobs::Jobs, record::GangKind};
+
+/// The ranks on which jobs hold resources.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Those of host jobs: of all jobs that are not known to be gangs.
+    pub by_host_jobs: IdSet,
+    /// Those of gangs, unless one pod by itself is the gang. A rank may be in both.
+    pub by_gangs: IdSet,
+}
+
+/// Tells apart what jobs hold. `allocated`: what the scheduler has given out. `jobs`: those that may be gangs, asked for after that:
+/// a gang that still holds its cores then has had them all the time, so no job that began in between is overlooked.
+pub fn held(allocated: &ResourceSet, jobs: &Jobs) -> Held {
+    let mut left = allocated.by_rank();
+    let mut by_gangs = IdSet::default();
+    for (job, bridged) in jobs.bridged() {
+        for slot in job.slots().into_iter().flatten() {
+            if let Some(cores) = left.get_mut(&slot.rank).and_then(|kinds| kinds.get_mut("core")) {
+                cores.0.retain(|core| !slot.cores.contains(*core));
+            }
+            if bridged.record.gang.kind != GangKind::Pod {
+                by_gangs.0.insert(slot.rank);
+            }
+        }
+    }
+    left.retain(|_, kinds| kinds.values().any(|ids| !ids.is_empty()));
+    Held { by_host_jobs: left.into_keys().collect(), by_gangs }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::fixture::{job_events, request};
+
+    fn r(entries: &[(&str, &str)]) -> Value {
+        let entry = |(rank, cores): &(&str, &str)| json!({"rank": rank, "children": {"core": cores}});
+        json!({"version": 1, "execution": {"R_lite": entries.iter().map(entry).collect::<Vec<_>>()}})
+    }
+
+    /// What is held if `allocated` is given out, and jobs of `kind` with two one-core slots each have these.
+    fn seen(allocated: &[(&str, &str)], kind: GangKind, gangs: &[&[(&str, &str)]], last: &str) -> [String; 2] {
+        let mut jobs = Jobs::of(0);
+        for (id, slots) in (1..).zip(gangs) {
+            let mut request = request(2, 1);
+            request.record.gang.kind = kind;
+            let events = json!([{"name": "alloc"}, {"name": last}]);
+            let mut item = job_events(id, events, Some(request.jobspec()));
+            item.r = Some(r(slots));
+            jobs.apply(&item);
+        }
+        let held = held(&serde_json::from_value(r(allocated)).unwrap(), &jobs);
+        [held.by_host_jobs.to_string(), held.by_gangs.to_string()]
+    }
+
+    #[test]
+    fn what_no_gang_is_known_to_hold_is_held_by_host_jobs() {
+        use GangKind::{Annotated, Pod};
+        for (what, allocated, kind, gangs, last, [host, gang]) in [
+            ("nothing runs", &[][..], Pod, &[][..], "", ["", ""]),
+            ("host jobs alone", &[("0-1", "0-3")], Pod, &[], "", ["0-1", ""]),
+            ("pods alone", &[("1", "0-1")], Pod, &[&[("1", "0-1")][..]], "", ["", ""]),
+            ("a gang alone", &[("1-2", "0")], Annotated, &[&[("1-2", "0")]], "", ["", "1-2"]),
+            ("both on one rank", &[("1", "0-2"), ("2", "0")], Annotated, &[&[("1-2", "0")]], "", ["1", "1-2"]),
+            ("a gang that has ended since", &[("1-2", "0")], Annotated, &[&[("1-2", "0")]], "free", ["1-2", ""]),
+            ("a gang that began since", &[("1", "0")], Annotated, &[&[("2-3", "0")]], "", ["1", "2-3"]),
+            ("an R that is not as asked", &[("1", "0-2")], Annotated, &[&[("1", "0-2")]], "", ["1", ""]),
+        ] {
+            assert_eq!(seen(allocated, kind, gangs, last), [host, gang], "{what}");
+        }
+    }
+}
