@@ -70,6 +70,9 @@ END
             fi
         fi
     fi
+    # Whoever gets the agents' ServiceAccount next must not get the rights of the bridge with it; RoleBindings in namespaces that have
+    # opted in name a ClusterRole that is gone then.
+    "$kubectl" delete -f deploy/pods.yaml --ignore-not-found
     "$kubectl" delete -f "$manifest" --ignore-not-found
 }
 

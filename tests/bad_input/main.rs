@@ -19,5 +19,6 @@ mod needs;
 mod newer;
 mod objects;
 mod packages;
+mod pods;
 mod rights;
 mod spec;

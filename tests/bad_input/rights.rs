@@ -26,7 +26,14 @@ async fn make<K>(api: Api<K>)
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + serde::Serialize + std::fmt::Debug,
 {
-    let text = include_str!("../../deploy/daemonset-installer.yaml");
+    make_of(include_str!("../../deploy/daemonset-installer.yaml"), api).await;
+}
+
+/// Makes all objects of a kind that `text` has.
+pub async fn make_of<K>(text: &str, api: Api<K>)
+where
+    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + serde::Serialize + std::fmt::Debug,
+{
     let documents =
         serde_norway::Deserializer::from_str(text).map(|one| serde_norway::Value::deserialize(one).unwrap());
     let kind = K::kind(&()).into_owned();
@@ -171,7 +178,7 @@ async fn a_size_that_does_not_fit_is_refused_by_the_crds_own_rules() {
 }
 
 /// A client with the token of the agent that runs in pod `name`, on a node of the same name.
-async fn agent_on(case: &Case, name: &str) -> Client {
+pub async fn agent_on(case: &Case, name: &str) -> Client {
     let container = json!({"name": "agent", "image": "localhost/none:1"});
     let spec = json!({"serviceAccountName": "install-flux", "nodeName": name, "containers": [container]});
     let pod = serde_json::from_value(json!({"metadata": {"name": name}, "spec": spec})).unwrap();

@@ -8,6 +8,10 @@ use std::{
         ffi::OsStrExt,
         fs::{MetadataExt, symlink},
     },
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -211,7 +215,54 @@ async fn what_a_user_planted_while_an_environment_was_open_is_removed() {
     assert!(!evil.exists() && fs::symlink_metadata(at("share/evil.so")).is_err());
 }
 
-/// An older bundle could open the top of its tree, where our own files are.
+/// Mounts a FUSE file system whose root has this type, as a user's program does. Nobody serves it, and root may ask it: whoever does
+/// waits.
+fn mount_as_user(point: &Path, root: u32) -> fs::File {
+    let device = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
+    let fd = std::os::fd::AsRawFd::as_raw_fd(&device);
+    let options = format!("fd={fd},rootmode={root:o},user_id=500,group_id=500,allow_other");
+    nix::mount::mount(Some("theirs"), point, Some("fuse"), nix::mount::MsFlags::MS_NOSUID, Some(&*options)).unwrap();
+    device
+}
+
+/// The way to a user's mount is the user's, who can exchange a directory on it for a symlink at any moment.
+#[test]
+fn no_mount_of_the_host_is_unmounted_in_place_of_a_users() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let (environment, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (theirs, link) = (environment.path().join("a"), environment.path().join("b"));
+    let ours = outside.path().join("home");
+    for directory in [&theirs, &theirs.join("home"), &ours] {
+        fs::create_dir(directory).unwrap();
+    }
+    symlink(outside.path(), &link).unwrap();
+    nix::mount::mount(Some("ours"), &ours, Some("tmpfs"), nix::mount::MsFlags::empty(), None::<&str>).unwrap();
+    let is_mounted = || fs::read_to_string("/proc/self/mounts").unwrap().contains(&format!("ours {} ", ours.display()));
+    for _ in 0..100 {
+        let stop = Arc::new(AtomicBool::new(false));
+        let device = mount_as_user(&theirs.join("home"), 0o40000);
+        let (swap, stopped) = ((theirs.clone(), link.clone()), Arc::clone(&stop));
+        let swapping = std::thread::spawn(move || {
+            let mut count = 0_u32;
+            while !stopped.load(Ordering::Relaxed) || count % 2 == 1 {
+                let flags = nix::fcntl::RenameFlags::RENAME_EXCHANGE;
+                nix::fcntl::renameat2(nix::fcntl::AT_FDCWD, &swap.0, nix::fcntl::AT_FDCWD, &swap.1, flags).unwrap();
+                count += 1;
+            }
+        });
+        let unmounted = host::files::unmount_users(environment.path());
+        stop.store(true, Ordering::Relaxed);
+        swapping.join().unwrap();
+        assert!(is_mounted(), "a mount of the host is gone");
+        unmounted.unwrap_or_else(|error| assert_eq!(error.kind(), std::io::ErrorKind::ResourceBusy));
+        host::files::unmount_users(environment.path()).unwrap();
+        drop(device);
+    }
+    nix::mount::umount(&ours).unwrap();
+}
+
 /// Where a user could write once, that user may mount a file system by FUSE, which answers when it likes.
 #[tokio::test]
 async fn a_file_system_that_a_user_mounted_in_an_open_environment_keeps_nothing_else_open() {
@@ -228,13 +279,7 @@ async fn a_file_system_that_a_user_mounted_in_an_open_environment_keeps_nothing_
             0o40000 => fs::create_dir(at(point)).unwrap(),
             _ => fs::write(at(point), "").unwrap(),
         }
-        // Nobody serves it, and root may ask it: whoever does waits.
-        let device = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
-        let fd = std::os::fd::AsRawFd::as_raw_fd(&device);
-        let options = format!("fd={fd},rootmode={root:o},user_id=500,group_id=500,allow_other");
-        nix::mount::mount(Some("theirs"), &at(point), Some("fuse"), nix::mount::MsFlags::MS_NOSUID, Some(&*options))
-            .unwrap();
-        std::mem::forget(device);
+        std::mem::forget(mount_as_user(&at(point), root));
     }
     let told = ["mode bin", "unreadable lib/theirs", "mode share", "unreadable share/theirs"];
     assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), told);

@@ -49,7 +49,7 @@ impl FromStr for IdSet {
             (None, false) => text,
             _ => return Err(wrong()),
         };
-        let mut ranks = BTreeSet::new();
+        let (mut ranks, mut count) = (BTreeSet::new(), 0);
         for part in inner.split(',').filter(|_| !inner.is_empty()) {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
             let number = |digits: &str| {
@@ -57,7 +57,9 @@ impl FromStr for IdSet {
                 digits.parse::<u32>().ok().filter(|number| digits_only && *number <= MAX_ID).ok_or_else(wrong)
             };
             let (first, last) = (number(first)?, number(last)?);
-            if first > last {
+            // Ids that are repeated count each time: whoever writes a set must not choose how long it takes to read.
+            count += u64::from(last) + 1 - u64::from(first.min(last));
+            if first > last || count > u64::from(MAX_ID) + 1 {
                 return Err(wrong());
             }
             ranks.extend(first..=last);
@@ -124,5 +126,8 @@ mod tests {
         for text in ["a", "-", "1-", "-1", "3-1", "1,,2", "1,", "[1", "1]", "+1", " 1", "0-4294967295", "99999999999"] {
             assert!(text.parse::<IdSet>().is_err(), "{text}");
         }
+        let repeated = format!("0-{MAX_ID},0");
+        assert!(repeated.parse::<IdSet>().is_err(), "it would take as long as its writer likes");
+        assert!(format!("0-{MAX_ID}").parse::<IdSet>().is_ok());
     }
 }

@@ -83,7 +83,7 @@ impl Tools {
             Ok(job) => Answer::Done(Some(job)),
             Err(error @ SubmitError::Refused { .. }) => {
                 warn!(gang = %request.record.gang, error = error_chain(&error), "Flux refuses a job for pods");
-                Answer::Failed
+                Answer::Refused(error_chain(&error))
             }
             Err(error) => {
                 info!(gang = %request.record.gang, error = error_chain(&error), "no answer about a job for pods");
@@ -162,7 +162,11 @@ fn by_api_server(answer: Result<(), ApiError>) -> Answer {
         Err(error) => {
             info!(error = error_chain(&error), "the API server has not done what the bridge asked for");
             // A conflict says nothing: the binding before it may have been ours.
-            if error.code().is_none_or(|code| code == 409 || code >= 500) { Answer::Lost } else { Answer::Failed }
+            match error.code() {
+                None | Some(409 | 500..) => Answer::Lost,
+                Some(404) => Answer::Failed,
+                Some(_) => Answer::Refused(error_chain(&error)),
+            }
         }
     }
 }

@@ -14,7 +14,7 @@ use kube::{
     Api, Client,
     api::{ApiResource, DynamicObject, GroupVersionKind},
 };
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 use tracing::debug;
 
 use cluster::{ApiError, call};
@@ -26,6 +26,8 @@ use pods::{
 
 /// How long an answer counts.
 const KNOWN_FOR: Duration = Duration::from_secs(10);
+/// How long a round may look things up: whoever creates pods decides how many there are, and meanwhile no other pod is served.
+const SOON: Duration = Duration::from_secs(1);
 /// Number of objects that are asked for at once.
 const AT_ONCE: usize = 16;
 
@@ -46,14 +48,14 @@ pub(crate) struct Lookups {
 }
 
 impl Lookups {
-    /// What the waiting ones of `pods` refer to. What can't be looked up is left out.
+    /// What the waiting ones of `pods`, which are bridged, refer to. What can't be looked up, or not soon enough, is left out.
     pub(crate) async fn facts<'a>(
         &mut self,
         client: &Client,
         pods: impl Iterator<Item = &'a PodView> + Clone,
         jobs: &BTreeMap<String, KubeJob>,
     ) -> Facts {
-        let waiting = pods.clone().filter(|pod| pod.is_bridged && pod.plan.is_some());
+        let waiting = pods.clone().filter(|pod| pod.plan.is_some());
         let (mut groups, mut claims) = (BTreeSet::new(), BTreeSet::new());
         for pod in waiting {
             let named = |name: &String| (pod.namespace.clone(), name.clone());
@@ -63,14 +65,12 @@ impl Lookups {
         self.groups.retain(|name, (_, asked)| groups.contains(name) && asked.elapsed() < KNOWN_FOR);
         self.claims.retain(|name, (_, asked)| claims.contains(name) && asked.elapsed() < KNOWN_FOR);
         groups.retain(|name| !self.groups.contains_key(name));
-        self.groups.extend(look_up(groups, |name| pod_group(client, name)).await);
+        let until = Instant::now() + SOON;
+        look_up(groups, |name| pod_group(client, name), &mut self.groups, until).await;
         claims.retain(|name| !self.claims.contains_key(name));
-        self.claims.extend(look_up(claims, |name| claim(client, name)).await);
-        let owned: BTreeSet<&str> = pods
-            .filter(|pod| pod.is_bridged)
-            .filter_map(|pod| pod.owner.as_ref())
-            .map(|owner| owner.uid.as_str())
-            .collect();
+        look_up(claims, |name| claim(client, name), &mut self.claims, until).await;
+        let owners = pods.filter_map(|pod| pod.owner.as_ref());
+        let owned: BTreeSet<&str> = owners.map(|owner| owner.uid.as_str()).collect();
         let group = |((namespace, name), (found, _)): (&Name, &(Option<PodGroup>, Instant))| {
             Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), found.as_ref()?.min_member))
         };
@@ -78,7 +78,7 @@ impl Lookups {
         Facts {
             jobs: jobs
                 .iter()
-                .filter(|(uid, _)| owned.contains(uid.as_str()))
+                .filter(|(uid, job)| owned.contains(uid.as_str()) || job.suspended_for.is_some())
                 .map(|(uid, job)| (uid.clone(), job.clone()))
                 .collect(),
             pod_groups: self.groups.iter().filter_map(group).collect(),
@@ -87,17 +87,22 @@ impl Lookups {
     }
 }
 
-/// Looks these up, several at a time. What can't be looked up counts as missing for as long as an answer counts.
-async fn look_up<T, F>(names: BTreeSet<Name>, ask: impl Fn(Name) -> F) -> Vec<(Name, (Option<T>, Instant))>
-where
+/// Adds these to what is `known`, several at a time, and as many as there is time for `until` then. What can't be looked up counts as
+/// missing for as long as an answer counts.
+async fn look_up<T, F>(
+    names: BTreeSet<Name>,
+    ask: impl Fn(Name) -> F,
+    known: &mut BTreeMap<Name, (Option<T>, Instant)>,
+    until: Instant,
+) where
     F: Future<Output = Result<Option<T>, ApiError>>,
 {
     let asked = names.into_iter().map(|name| ask(name.clone()).map(|found| (name, found)));
-    let found = stream::iter(asked).buffer_unordered(AT_ONCE).map(|(name, found)| {
+    let mut found = stream::iter(asked).buffer_unordered(AT_ONCE);
+    while let Ok(Some((name, found))) = timeout_at(until, found.next()).await {
         let found = found.inspect_err(|error| debug!(%error, "can't look up what a pod refers to")).ok().flatten();
-        (name, (found, Instant::now()))
-    });
-    found.collect().await
+        known.insert(name, (found, Instant::now()));
+    }
 }
 
 async fn pod_group(client: &Client, (namespace, name): Name) -> Result<Option<PodGroup>, ApiError> {

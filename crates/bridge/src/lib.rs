@@ -24,7 +24,7 @@ use kube::Client;
 use pods::world::Settings;
 use tokio::sync::watch;
 
-pub use held::ask_held;
+pub use held::{ask_held, cancel_left};
 pub use run::run;
 
 /// What the agent tells the bridge, as it changes.

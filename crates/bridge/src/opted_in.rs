@@ -23,12 +23,13 @@ const AT_ONCE: usize = 16;
 pub(crate) struct OptedIn(BTreeMap<String, (bool, Instant)>);
 
 impl OptedIn {
-    /// Asks about those of `wanted` whose answer is missing or old. Returns those that have opted in.
-    pub(crate) async fn among(&mut self, client: &Client, wanted: BTreeSet<String>) -> BTreeSet<String> {
+    /// Asks about those of `wanted` whose answer is missing or old. Returns those that have opted in; None while there was no answer
+    /// about one of them: what runs there would be left without its cores.
+    pub(crate) async fn among(&mut self, client: &Client, wanted: BTreeSet<String>) -> Option<BTreeSet<String>> {
         self.0.retain(|namespace, _| wanted.contains(namespace));
         let is_known = |namespace: &String| self.0.get(namespace).is_some_and(|(_, asked)| asked.elapsed() < KNOWN_FOR);
-        let asked = wanted.into_iter().filter(|namespace| !is_known(namespace)).collect::<Vec<_>>().into_iter();
-        let answers = asked.map(async |namespace| (may_bind(client, &namespace).await, namespace));
+        let asked: Vec<_> = wanted.iter().filter(|namespace| !is_known(namespace)).cloned().collect();
+        let answers = asked.into_iter().map(async |namespace| (may_bind(client, &namespace).await, namespace));
         let answers: Vec<_> = stream::iter(answers).buffer_unordered(AT_ONCE).collect().await;
         for (may, namespace) in answers {
             match may {
@@ -36,7 +37,9 @@ impl OptedIn {
                 Err(error) => debug!(%error, namespace, "can't find out whether pods of a namespace may be bound"),
             }
         }
-        self.0.iter().filter(|(_, (may, _))| *may).map(|(namespace, _)| namespace.clone()).collect()
+        let is_complete = wanted.iter().all(|namespace| self.0.contains_key(namespace));
+        let opted_in = self.0.iter().filter(|(_, (may, _))| *may).map(|(namespace, _)| namespace.clone());
+        is_complete.then(|| opted_in.collect())
     }
 }
 

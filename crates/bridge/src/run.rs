@@ -206,10 +206,13 @@ impl Kubernetes {
         let (Some(nodes), Some(kube_jobs)) = (self.watched.nodes(), self.watched.jobs()) else {
             return Ok(Decision::default());
         };
-        let known = self.watched.pods.by_uid.values();
-        let facts: Facts = self.lookups.facts(&self.bridge.client, known.clone(), kube_jobs).await;
-        let namespaces: BTreeSet<_> = known.filter(|pod| pod.is_bridged).map(|pod| pod.namespace.clone()).collect();
-        let namespaces = self.opted_in.among(&self.bridge.client, namespaces).await;
+        let known = self.watched.pods.by_uid.values().filter(|pod| pod.is_bridged);
+        let namespaces: BTreeSet<_> = known.clone().map(|pod| pod.namespace.clone()).collect();
+        let Some(namespaces) = self.opted_in.among(&self.bridge.client, namespaces).await else {
+            return Ok(Decision::default());
+        };
+        let theirs = known.filter(|pod| namespaces.contains(&pod.namespace));
+        let facts: Facts = self.lookups.facts(&self.bridge.client, theirs, kube_jobs).await;
         let targets = targets(&told.roster, nodes);
         let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::take(&mut life.flux.jobs));
         jobs.forget(now, |uid| pods.by_uid.contains_key(uid));
@@ -222,6 +225,7 @@ impl Kubernetes {
             targets,
             facts,
             namespaces,
+            refused: life.under_way.refused(),
             under_way: life.under_way.actions(),
         };
         let may_decide = life.flux.is_whole && self.watched.is_listed && self.held.is_ours();

@@ -1,11 +1,11 @@
 //! The actions that were begun and whose result does not show yet.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use tokio::time::Instant;
 
 use broker::job_id::JobId;
-use pods::{action::Action, facts::Facts, jobs::Jobs, world::Pods};
+use pods::{action::Action, facts::Facts, jobs::Jobs, record::GangId, world::Pods};
 
 /// After an answer, how long its result may take to show. Then the action is forgotten, and decided again if it is still right.
 const SHOWS_WITHIN: Duration = Duration::from_secs(10);
@@ -14,13 +14,18 @@ const BINDINGS: usize = 8;
 /// At most so many other actions at a time.
 const OTHERS: usize = 64;
 
+/// How long what was refused is not tried again.
+const REFUSED_FOR: Duration = Duration::from_secs(15);
+
 /// How an action was answered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Answer {
     /// It was done. A submission has a job.
     Done(Option<JobId>),
     /// It was certainly not done.
     Failed,
+    /// As [`Answer::Failed`], and it would be refused again. With the words of who refused it.
+    Refused(String),
     /// It may have been done.
     Lost,
 }
@@ -36,6 +41,7 @@ struct Begun {
 pub(crate) struct UnderWay {
     last: u64,
     begun: Vec<Begun>,
+    refused: BTreeMap<GangId, (String, Instant)>,
 }
 
 impl UnderWay {
@@ -65,8 +71,19 @@ impl UnderWay {
                 self.begun.remove(at);
                 None
             }
+            Answer::Refused(words) => {
+                let gang = self.begun.remove(at).action.serves().cloned();
+                self.refused.extend(gang.map(|gang| (gang, (words, Instant::now()))));
+                None
+            }
             Answer::Lost => Some(self.begun.remove(at).action),
         }
+    }
+
+    /// What was refused a short while ago, by gang, with the words of who refused it.
+    pub(crate) fn refused(&mut self) -> BTreeMap<GangId, String> {
+        self.refused.retain(|_, (_, at)| at.elapsed() < REFUSED_FOR);
+        self.refused.iter().map(|(gang, (words, _))| (gang.clone(), words.clone())).collect()
     }
 
     /// Forgets the actions whose result shows.

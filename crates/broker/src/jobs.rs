@@ -121,13 +121,22 @@ pub async fn finish(client: &Client, id: JobId, status: i32) -> Result<bool, Rpc
     }
 }
 
-/// The running jobs of this connection's user whose names `is_meant` accepts: each with all its events so far, its jobspec and its
-/// R. The list may lag behind, so that a job which began a moment ago is missing; but what is said of a listed job is what the job
-/// manager knows when it is asked, which is after this was called.
+/// Which jobs [`own`] returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Which {
+    /// Those that hold resources, with their R.
+    Running,
+    /// Those that have not ended, without their R.
+    Active,
+}
+
+/// The jobs of this connection's user whose names `is_meant` accepts: each with its jobspec and all its events so far. The list may lag
+/// behind, so that a job which began a moment ago is missing; but what is said of a listed job is what the job manager knows when it is
+/// asked, which is after this was called.
 ///
 /// # Errors
 /// [`RpcError`]; a timeout if the lead is gone.
-pub async fn running(client: &Client, is_meant: impl Fn(&str) -> bool) -> Result<Vec<JobEvents>, RpcError> {
+pub async fn own(client: &Client, which: Which, is_meant: impl Fn(&str) -> bool) -> Result<Vec<JobEvents>, RpcError> {
     #[derive(Deserialize)]
     struct Listed {
         jobs: Vec<Entry>,
@@ -139,18 +148,25 @@ pub async fn running(client: &Client, is_meant: impl Fn(&str) -> bool) -> Result
         name: String,
     }
     let topic = "job-list.list";
-    let constraint = json!({ "and": [{ "states": ["running"] }, { "userid": [client.uid()] }] });
+    let state = match which {
+        Which::Running => "running",
+        Which::Active => "active",
+    };
+    let constraint = json!({ "and": [{ "states": [state] }, { "userid": [client.uid()] }] });
     let query = json!({ "max_entries": 0, "attrs": ["name"], "constraint": constraint });
     let Listed { jobs } = parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?;
-    let meant = jobs.into_iter().filter(|job| is_meant(&job.name)).map(|job| known(client, job.id));
+    let meant = jobs.into_iter().filter(|job| is_meant(&job.name)).map(|job| known(client, job.id, which));
     stream::iter(meant).buffer_unordered(AT_ONCE).try_filter_map(async |job| Ok(job)).try_collect().await
 }
 
-/// What the job manager knows about a job; None if it has forgotten the job, or the job has no resources.
-async fn known(client: &Client, id: JobId) -> Result<Option<JobEvents>, RpcError> {
+/// What the job manager knows about a job; None if it has forgotten the job, or a job that was running has no resources.
+async fn known(client: &Client, id: JobId, which: Which) -> Result<Option<JobEvents>, RpcError> {
     let topic = "job-manager.getattr";
-    let query = json!({ "id": id, "attrs": ["jobspec", "R", "eventlog"] });
-    match client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await {
+    let attributes: &[&str] = match which {
+        Which::Running => &["jobspec", "eventlog", "R"],
+        Which::Active => &["jobspec", "eventlog"],
+    };
+    match client.rpc_within(LEAD_TIMEOUT, topic, LEAD, json!({ "id": id, "attrs": attributes })).await {
         Ok(mut answer) => {
             let mut take = |key: &str| answer[key].take();
             parse(topic, json!({ "id": id, "events": take("eventlog"), "jobspec": take("jobspec"), "R": take("R") }))

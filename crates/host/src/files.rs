@@ -202,10 +202,20 @@ pub fn unmount_users(directory: &Path) -> io::Result<()> {
         if let Some(other) = other {
             return Err(mounted_on(&other.point));
         }
-        match umount2(&mount.point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+        // By a descriptor, because its user can exchange what is on the way to it for a symlink to a mount of the host's.
+        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_CLOEXEC).resolve(ResolveFlag::RESOLVE_NO_SYMLINKS);
+        let found = match openat2(AT_FDCWD, &mount.point, how) {
+            Ok(found) => found,
             // Its user was faster.
-            Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => {}
+            Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EAGAIN) => continue,
             Err(errno) => return Err(errno.into()),
+        };
+        let id = mountinfo::id(&found)?;
+        if mounts.iter().any(|mount| mount.id == id && mount.point.starts_with(&directory) && is_users(&mount)) {
+            match umount2(&host_path(&found), MntFlags::MNT_DETACH) {
+                Ok(()) | Err(Errno::EINVAL) => {}
+                Err(errno) => return Err(errno.into()),
+            }
         }
     }
     Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("users go on mounting in {}", directory.display())))

@@ -407,6 +407,7 @@ pub fn set_condition(
 mod tests {
     use super::*;
     use crate::roster::tests::World;
+    use api::PodCounts;
 
     fn waiting(reason: &str) -> Obstacle {
         Obstacle::Waiting(reason.to_owned())
@@ -549,6 +550,20 @@ mod tests {
         assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("CoresLost", "job 7 waits"));
         let warned = warnings(Some(&fine), &world.status).into_iter().map(|condition| condition.reason);
         assert_eq!(warned.collect::<Vec<_>>(), ["CoresLost"]);
+    }
+
+    #[test]
+    fn gangs_are_counted_and_the_message_says_what_keeps_flux_from_scheduling_pods() {
+        let mut world = World::up(2);
+        let counts = PodCounts { running: 3, queued: 2, ..PodCounts::default() };
+        let told = |world: &mut World, counts: PodCounts| {
+            world.reports.get_mut("node1").unwrap().pods = Some(counts);
+            status(&world.seen(), 1, world.planned().as_ref(), None)
+        };
+        let fine = told(&mut world, counts.clone());
+        assert_eq!((fine.pods.as_ref(), fine.message.as_deref()), (Some(&counts), Some("2 of 2 nodes online")));
+        let waits = told(&mut world, PodCounts { waits_for: Some("can't watch pods: 403".to_owned()), ..counts });
+        assert_eq!(waits.message.as_deref(), Some("Flux schedules no pods: can't watch pods: 403"));
     }
 
     #[test]

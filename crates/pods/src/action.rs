@@ -166,6 +166,21 @@ impl Reason {
 }
 
 impl Action {
+    /// The gang that waits for it. What ends a job or tells people is not among these: it is tried again at once.
+    pub fn serves(&self) -> Option<&GangId> {
+        match self {
+            Self::Submit(request) | Self::Resubmit { request, .. } => Some(&request.record.gang),
+            Self::Bind(binding) => Some(&binding.gang),
+            Self::Evict { gang, .. } | Self::SuspendJob { gang, .. } => Some(gang),
+            Self::Cancel { .. }
+            | Self::Finish { .. }
+            | Self::Tell(_)
+            | Self::ResumeJob(_)
+            | Self::StopQueues(_)
+            | Self::StartQueues => None,
+        }
+    }
+
     /// The gang whose jobs or pods it changes. Binding one pod and telling one do not keep the rest of the gang from acting.
     pub fn occupies(&self) -> Option<&GangId> {
         match self {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::NodeSelector;
 
-use crate::record::GangKind;
+use crate::{pod::PodView, record::GangKind};
 
 /// What pods refer to.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -16,6 +16,14 @@ pub struct Facts {
     pub pod_groups: BTreeMap<(GangKind, String, String), Option<u32>>,
     /// Volume claims that bridged pods mount, by namespace and name.
     pub claims: BTreeMap<(String, String), Claim>,
+}
+
+impl Facts {
+    /// The Job that owns `pod`. A user can write any uid into a pod: a Job of another namespace or name owns nothing of it.
+    pub fn job_of(&self, pod: &PodView) -> Option<&KubeJob> {
+        let owner = pod.owner.as_ref().filter(|owner| owner.is_job)?;
+        self.jobs.get(&owner.uid).filter(|job| job.namespace == pod.namespace && job.name == owner.name)
+    }
 }
 
 /// A Job of Kubernetes.

@@ -11,7 +11,7 @@ use crate::{
     facts::KubeJob,
     jobspec::JobRequest,
     pod::{Owner, Plan, PodView},
-    record::{GangId, GangKind, JobRecord, Member},
+    record::{GangId, GangKind, JobRecord, Member, PodRecord},
     requests::Requests,
     target::{Allocatable, Target},
 };
@@ -27,6 +27,12 @@ pub(crate) fn pod(name: &str, cores: u64) -> PodView {
         plan: Some(Box::default()),
         ..PodView::default()
     }
+}
+
+/// The pod as the bridge has bound it to `node0`.
+pub(crate) fn bound(pod: PodView) -> PodView {
+    let record = PodRecord { id: JobId(1), rank: 0, cores: [0].into_iter().collect() };
+    PodView { node: Some("node0".into()), record: Some(record), ..pod }
 }
 
 /// Changes what matters until the pod is bound.

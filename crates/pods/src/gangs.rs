@@ -13,6 +13,9 @@ use crate::{
     unsupported::Unsupported,
 };
 
+/// Longest name of a gang, in bytes.
+pub const LONGEST_NAME: usize = 63;
+
 /// A gang: pods that run at the same time, or not at all.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gang<'a> {
@@ -59,6 +62,9 @@ pub enum Problem {
         /// What is written.
         size: String,
     },
+    /// The name is none.
+    #[error("{0:?} is no name of a gang: write up to 63 letters, digits, dots, dashes and underscores")]
+    BadName(String),
     /// The object that has the size is not there, or not yet.
     #[error("{kind} {name} was not found", name = .gang.name)]
     NotFound {
@@ -76,7 +82,7 @@ pub enum Problem {
     /// The bridge has no right to write to pods there.
     #[error(
         "namespace {0} has not opted in to scheduler flux: an administrator does that with a RoleBinding to ClusterRole \
-         flux-distribute-pods"
+         flux-bridge"
     )]
     NotOptedIn(String),
 }
@@ -94,11 +100,23 @@ pub struct Known<'a> {
     pub listed: &'a BTreeMap<&'a str, &'a GangId>,
 }
 
+impl Known<'_> {
+    /// The bridge may have bound `pod`: it records that with the binding, and binds in namespaces that have opted in. Whoever else
+    /// binds a pod has it counted like those of other schedulers, and gets no cores by that.
+    fn may_be_ours(&self, pod: &PodView) -> bool {
+        pod.record.is_some() && self.namespaces.contains(&pod.namespace)
+    }
+}
+
 /// The gangs of the bridged pods whose cores are held or that can be bound, in order of their ids.
 pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, now: Millis) -> Vec<Gang<'a>> {
     let mut groups: BTreeMap<GangId, Group<'a>> = BTreeMap::new();
     for pod in pods.into_iter().filter(|pod| pod.is_bridged && (pod.holds(now) || pod.is_ready_to_bind())) {
-        let job = pod.owner.as_ref().filter(|owner| owner.is_job).and_then(|owner| known.facts.jobs.get(&owner.uid));
+        let is_listed = known.listed.contains_key(pod.uid.as_str());
+        if pod.node.is_some() && !is_listed && !known.may_be_ours(pod) {
+            continue;
+        }
+        let job = known.facts.job_of(pod);
         let (mut id, mut size) = of_pod(pod, job, known.facts);
         // What a pod runs as does not change when its Job or its labels do. Nor does a pod by itself join a gang.
         let listed = known.listed.get(pod.uid.as_str()).copied().filter(|listed| **listed != id);
@@ -224,6 +242,12 @@ impl<'a> Gang<'a> {
     }
 }
 
+/// A gang's name goes into each of its jobs, and onto the terminals of all who list them. The rules are those of a label's value.
+fn is_gang_name(name: &str) -> bool {
+    let is_fine = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    (1..=LONGEST_NAME).contains(&name.len()) && name.bytes().all(is_fine)
+}
+
 /// The gang of one that `pod` is.
 fn single(pod: &PodView) -> GangId {
     GangId { kind: GangKind::Pod, namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.clone() }
@@ -234,10 +258,15 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts) -> (GangId, Resul
     let id =
         |kind, name: &str| GangId { kind, namespace: pod.namespace.clone(), name: name.to_owned(), uid: String::new() };
     let sized = |kind, (name, size): &(String, String)| {
+        if !is_gang_name(name) {
+            return (single(pod), Err(Problem::BadName(name.clone())));
+        }
         let gang = id(kind, name);
-        let number = size.parse().ok().filter(|size| *size > 0);
-        let no_size = || Problem::NoSize { gang: gang.clone(), size: size.chars().take(80).collect() };
-        (gang.clone(), number.ok_or_else(no_size))
+        match size.parse() {
+            Ok(0) | Err(_) => (gang.clone(), Err(Problem::NoSize { gang, size: size.clone() })),
+            Ok(1) => (single(pod), Ok(1)),
+            Ok(size) => (gang, Ok(size)),
+        }
     };
     if let Some(annotated) = &pod.hints.annotated {
         return sized(GangKind::Annotated, annotated);

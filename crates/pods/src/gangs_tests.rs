@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     facts::{Claim, Facts},
-    fixture::{annotated, kube_job, of_job, plan, pod},
+    fixture::{annotated, bound, kube_job, of_job, plan, pod},
     gangs::{Gang, Known, Problem, gangs},
     pod::{Phase, PodView},
     record::{GangId, GangKind},
@@ -92,7 +92,6 @@ fn what_a_pod_runs_as_does_not_change() {
     let id =
         |kind, name: &str, uid: &str| GangId { kind, namespace: "default".into(), name: name.into(), uid: uid.into() };
     let (own, job) = (id(GangKind::Pod, "p0", "uid-p0"), id(GangKind::Job, "queue", "uid-queue"));
-    let bound = |pod: PodView| PodView { node: Some("node0".into()), ..pod };
     for (what, pod, listed, kind) in [
         ("a pod by itself, though its gang lacks one", annotated("p0", "g", 3), Some(&own), GangKind::Pod),
         ("a pod by itself that runs", bound(annotated("p0", "g", 3)), Some(&own), GangKind::Pod),
@@ -110,7 +109,7 @@ fn what_a_pod_runs_as_does_not_change() {
 fn a_pod_that_runs_is_not_beyond_its_gang() {
     let mut facts = facts();
     facts.jobs.get_mut("uid-train").unwrap().succeeded = 2;
-    let pods: Vec<_> = (0..3).map(|n| PodView { node: Some("node0".into()), ..of_job("train", n) }).collect();
+    let pods: Vec<_> = (0..3).map(|n| bound(of_job("train", n))).collect();
     assert_eq!(
         shown(&pods, &facts),
         [(GangKind::Job, "default/train".to_owned(), 3, 1)],
@@ -120,10 +119,9 @@ fn a_pod_that_runs_is_not_beyond_its_gang() {
 
 #[test]
 fn a_pod_that_is_about_to_end_does_not_take_its_successors_place() {
-    let node = Some("node0".to_owned());
-    let ending = PodView { is_deleting: true, node: node.clone(), ..of_job("train", 0) };
+    let ending = PodView { is_deleting: true, ..bound(of_job("train", 0)) };
     let successor = PodView { name: "train-0b".into(), uid: "uid-b".into(), ..of_job("train", 0) };
-    let others = (1..3).map(|n| PodView { node: node.clone(), ..of_job("train", n) });
+    let others = (1..3).map(|n| bound(of_job("train", n)));
     let pods: Vec<_> = [ending, successor].into_iter().chain(others).collect();
     assert_eq!(shown(&pods, &facts()), [(GangKind::Job, "default/train".to_owned(), 4, 3)]);
 }
@@ -136,7 +134,7 @@ fn an_incomplete_gang_says_how_many_of_its_pods_exist() {
     let ended = PodView { phase: Phase::Succeeded, ..annotated("p3", "g", 3) };
     let words = problem(&[annotated("p0", "g", 3), gated, deleting, ended], &facts()).unwrap().to_string();
     assert_eq!(words, "1 of 3 pods of gang default/g exist");
-    let started = PodView { node: Some("node0".into()), ..annotated("p4", "g", 3) };
+    let started = bound(annotated("p4", "g", 3));
     assert_eq!(problem(&[annotated("p0", "g", 3), started], &facts()), None, "a gang that runs is completed");
 }
 
@@ -196,13 +194,56 @@ fn a_gang_that_cant_be_submitted_says_why() {
         (claiming("missing"), Some("the volume claim missing has no volume yet")),
         (claiming("lazy"), Some("the volume claim lazy waits for its first consumer")),
         (PodView { namespace: "other".into(), ..pod("p", 1) }, Some("namespace other has not opted in")),
-        (PodView { node: Some("node0".into()), namespace: "other".into(), ..pod("p", 1) }, None),
     ] {
         let found = problem(std::slice::from_ref(&pod), &facts).map(|problem| problem.to_string());
         match words {
             Some(words) => assert!(found.as_ref().is_some_and(|found| found.starts_with(words)), "{words}: {found:?}"),
             None => assert_eq!(found, None),
         }
+    }
+}
+
+#[test]
+fn what_somebody_else_has_bound_is_no_gang_and_gets_no_cores() {
+    let theirs = |change: fn(&mut PodView)| {
+        let mut pod = bound(annotated("p", "g", 2));
+        change(&mut pod);
+        shown(&[pod], &facts()).len()
+    };
+    assert_eq!(theirs(|_| {}), 1);
+    assert_eq!(theirs(|pod| pod.record = None), 0);
+    assert_eq!(theirs(|pod| pod.namespace = "other".into()), 0);
+    let job = GangId { kind: GangKind::Pod, namespace: "other".into(), name: "p".into(), uid: "uid-p".into() };
+    let withdrawn = [PodView { namespace: "other".into(), ..bound(pod("p", 1)) }];
+    let listed = [("uid-p", &job)].into();
+    assert_eq!(found(&withdrawn, &facts(), &listed).len(), 1, "its namespace has opted out since");
+}
+
+#[test]
+fn a_job_of_another_namespace_or_name_owns_no_pod() {
+    let pod = |change: fn(&mut PodView)| {
+        let mut pod = of_job("train", 0);
+        change(&mut pod);
+        let (pods, facts) = ([pod], facts());
+        facts.job_of(&pods[0]).is_some()
+    };
+    assert!(pod(|_| {}));
+    assert!(!pod(|pod| pod.namespace = "other".into()));
+    assert!(!pod(|pod| pod.owner.as_mut().unwrap().name = "mine".into()));
+}
+
+#[test]
+fn a_gang_has_a_name_that_a_label_could_have() {
+    for (name, is_fine) in
+        [("g", true), ("a.B-c_9", true), ("", false), ("a b", false), ("a\u{1b}[2J", false), ("é", false)]
+    {
+        let pods = [annotated("p", name, 1)];
+        assert_eq!(problem(&pods, &facts()).is_none(), is_fine, "{name:?}");
+    }
+    for (length, is_fine) in [(63, true), (64, false)] {
+        let name = "x".repeat(length);
+        let found = problem(&[annotated("p", &name, 1)], &facts());
+        assert_eq!(found, (!is_fine).then_some(Problem::BadName(name)));
     }
 }
 

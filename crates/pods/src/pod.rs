@@ -3,6 +3,7 @@
 use k8s_openapi::api::core::v1::{Pod, PodCondition, PodSpec};
 
 use crate::{
+    gangs::LONGEST_NAME,
     node_rules::NodeRules,
     record::{ANNOTATION_JOB, PodRecord},
     requests::Requests,
@@ -156,9 +157,11 @@ impl PodView {
             uid: owner.uid.clone(),
         });
         let both = |name: &str, size: &str| Some((labels.get(name)?.clone(), labels.get(size)?.clone()));
-        let size = || annotation(ANNOTATION_GANG_SIZE).cloned().unwrap_or_default();
+        // Anybody's words may be long, and are kept as long as the pod: one character more than may be is enough to refuse them.
+        let short = |text: &String| text.chars().take(LONGEST_NAME + 1).collect::<String>();
+        let size = || annotation(ANNOTATION_GANG_SIZE).map(short).unwrap_or_default();
         let hints = Hints {
-            annotated: annotation(ANNOTATION_GANG).map(|name| (name.clone(), size())),
+            annotated: annotation(ANNOTATION_GANG).map(|name| (short(name), size())),
             pod_group: pod_group.map(str::to_owned),
             coscheduling: labels.get(LABEL_COSCHEDULING).cloned(),
             fluence: LABELS_FLUENCE.iter().find_map(|(name, size)| both(name, size)),
@@ -207,7 +210,9 @@ impl PodView {
             is_deleting: meta.deletion_timestamp.is_some(),
             gone: None,
             requests: requests.unwrap_or_default(),
-            record: annotation(ANNOTATION_JOB).and_then(|text| PodRecord::read(text)),
+            record: annotation(ANNOTATION_JOB)
+                .filter(|_| is_bridged && node.is_some())
+                .and_then(|text| PodRecord::read(text)),
             namespace,
             node,
             phase,

@@ -13,6 +13,9 @@ use serde_json::Value;
 /// Annotation on a bound pod: its [`PodRecord`] as JSON. It is written with the binding.
 pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
 
+/// Longest text of a [`PodRecord`], in bytes: many times that of all cores of a big node.
+const LONGEST: usize = 4096;
+
 /// What a bound pod says about its cores.
 #[derive(Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct PodRecord {
@@ -28,7 +31,7 @@ pub struct PodRecord {
 impl PodRecord {
     /// Reads the annotation; None if it is none of ours.
     pub fn read(annotation: &str) -> Option<Self> {
-        serde_json::from_str(annotation).ok()
+        (annotation.len() <= LONGEST).then(|| serde_json::from_str(annotation).ok())?
     }
 
     /// The annotation's text.
@@ -140,6 +143,7 @@ mod tests {
             r#"{"id": 1, "rank": 3, "cores": "0"}"#,
             r#"{"id":"f1","rank":-1,"cores":"0"}"#,
             r#"{"id":"f1","rank":0,"cores":"0-99999999999"}"#,
+            &format!(r#"{{"id":"f1","rank":0,"cores":"{}"}}"#, "0,".repeat(3000) + "0"),
         ] {
             assert_eq!(PodRecord::read(text), None, "{text}");
         }

@@ -10,6 +10,7 @@ use crate::{
     facts::Facts,
     jobs::{Jobs, NOTE},
     pod::PodView,
+    record::GangId,
     target::Target,
     time::{Millis, SECOND},
 };
@@ -31,6 +32,9 @@ pub struct World {
     pub facts: Facts,
     /// Namespaces in which the bridge may bind, tell, evict and suspend.
     pub namespaces: BTreeSet<String>,
+    /// What Flux or the API server has refused a short while ago, in its words: such actions are left alone until it is no longer
+    /// here. By gang.
+    pub refused: BTreeMap<GangId, String>,
     /// Actions that were begun and whose result is not in this world yet.
     pub under_way: Vec<Action>,
 }

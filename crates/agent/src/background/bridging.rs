@@ -1,22 +1,29 @@
 //! Runs the bridge between pods and jobs while this host has the lead's broker.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use tokio::{sync::watch, task::JoinHandle};
+use tokio::{sync::watch, task::JoinHandle, time::sleep};
+use tracing::{debug, info};
 
 use crate::{
     inputs::{broker_state, node_inputs::NodeInputs},
     node_ops::NodeOps,
 };
 use api::{FluxInstanceSpec, PodCounts, Roster, parse_duration};
-use bridge::{Bridge, Told};
+use base::error_chain;
+use bridge::{Bridge, Told, cancel_left};
 use pods::world::Settings;
+
+/// Pause before the jobs that a bridge has left are looked for again, if the broker did not answer.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The bridge, if it runs.
 pub struct Bridging {
     /// Name of this agent's pod.
     identity: String,
     running: Option<Running>,
+    /// Where no bridge is to run: the broker whose queue is rid of what an earlier one has left there.
+    rid: Option<(i32, JoinHandle<()>)>,
 }
 
 struct Running {
@@ -34,14 +41,14 @@ impl Drop for Running {
 impl Bridging {
     /// `identity`: the name of this agent's pod.
     pub fn new(identity: &str) -> Self {
-        Self { identity: identity.to_owned(), running: None }
+        Self { identity: identity.to_owned(), running: None, rid: None }
     }
 
     /// Begins, tells or ends the bridge, as it is wanted now.
     pub fn follow(&mut self, ops: &NodeOps, inputs: &NodeInputs) {
         let Some(roster) = roster(inputs) else {
             self.running = None;
-            return;
+            return self.rid_of_jobs(inputs);
         };
         let told = Told { roster: Arc::clone(roster), settings: settings(&inputs.spec) };
         match &self.running {
@@ -63,6 +70,29 @@ impl Bridging {
         }
     }
 
+    /// Begins to cancel what an earlier bridge has left, once in a life of the lead's broker: `spec.pods.enabled` was switched off.
+    fn rid_of_jobs(&mut self, inputs: &NodeInputs) {
+        let is_off = inputs.roster.as_ref().is_some_and(|roster| !roster.settings.pods) && !inputs.nothing_wanted;
+        let Some(pid) = lead_online(inputs).filter(|_| is_off) else { return };
+        if self.rid.as_ref().is_some_and(|(before, _)| *before == pid) {
+            return;
+        }
+        let task = tokio::spawn(async {
+            loop {
+                let left = async { cancel_left(&broker_state::connect().await?).await };
+                match left.await {
+                    Ok(0) => return,
+                    Ok(jobs) => return info!(jobs, "cancelled the jobs of pods: spec.pods.enabled is off"),
+                    Err(error) => debug!(error = error_chain(&error), "can't look for jobs of pods"),
+                }
+                sleep(LOOK_AGAIN).await;
+            }
+        });
+        if let Some((_, before)) = self.rid.replace((pid, task)) {
+            before.abort();
+        }
+    }
+
     /// What the bridge reports, if it runs.
     pub fn counts(&self) -> Option<PodCounts> {
         self.running.as_ref().map(|running| running.counts.borrow().clone())
@@ -71,9 +101,14 @@ impl Bridging {
 
 /// The roster that the bridge works by; None if it is not to run here.
 fn roster(inputs: &NodeInputs) -> Option<&Arc<Roster>> {
-    let leads = inputs.host.broker.as_ref().is_some_and(|broker| broker.record.rank == 0);
     let roster = inputs.roster.as_ref().filter(|roster| roster.settings.pods && !inputs.nothing_wanted)?;
-    (leads && inputs.broker.is_online(&inputs.host)).then_some(roster)
+    lead_online(inputs).map(|_| roster)
+}
+
+/// The process of the lead's broker, if that runs here and is online.
+fn lead_online(inputs: &NodeInputs) -> Option<i32> {
+    let lead = inputs.host.broker.as_ref().filter(|broker| broker.record.rank == 0)?;
+    inputs.broker.is_online(&inputs.host).then_some(lead.pid)
 }
 
 fn settings(spec: &FluxInstanceSpec) -> Settings {

@@ -109,6 +109,7 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
         }
         true => serve(&mut round, memory),
     };
+    round.actions.retain(|action| action.serves().is_none_or(|gang| !world.refused.contains_key(gang)));
     Decision { actions: round.actions, report, wake: round.wake }
 }
 
@@ -189,7 +190,8 @@ fn serve_gang<'a>(
         patience::suspend_if_stuck(round, memory, gang);
     }
     report.uncovered += holdings.uncovered.len();
-    if let Some(words) = progress.words {
+    let refused = round.world.refused.get(&gang.id).map(|words| Words::refused(words));
+    if let Some(words) = refused.or(progress.words) {
         report.refused += usize::from(progress.needed.is_empty());
         let place = progress.needed.iter().find_map(|job| places.iter().position(|first| first == job));
         words::tell_waiting(round, memory, gang, &words.with_place(place.map(|place| place + 1)));

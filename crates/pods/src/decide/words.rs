@@ -33,7 +33,9 @@ impl Words {
     pub fn problem(problem: &Problem) -> Self {
         let reason = match problem {
             Problem::Incomplete { .. } | Problem::NotFound { .. } | Problem::NoVolume(_) => Reason::Incomplete,
-            Problem::TooLarge { .. } | Problem::NoSize { .. } | Problem::Unsupported(_) => Reason::Refused,
+            Problem::TooLarge { .. } | Problem::NoSize { .. } | Problem::BadName(_) | Problem::Unsupported(_) => {
+                Reason::Refused
+            }
             Problem::NotOptedIn(_) => Reason::NotOptedIn,
         };
         Self { reason, message: problem.to_string() }
@@ -47,6 +49,11 @@ impl Words {
     /// Flux has refused its job.
     pub fn refused_by_flux(words: &str) -> Self {
         Self { reason: Reason::Unschedulable, message: format!("Flux refuses its job: {words}") }
+    }
+
+    /// Flux or the API server has refused what the bridge wanted for it.
+    pub fn refused(words: &str) -> Self {
+        Self { reason: Reason::Refused, message: format!("{words}; tried again in a while") }
     }
 
     /// Its job waits; None for the first moments.

@@ -15,7 +15,7 @@ use crate::{
     action::{Action, Reason},
     fixture::{annotated, kube_job, of_job, plan, pod},
     pod::{FORCED_HOLD, Phase, PodView},
-    record::PodRecord,
+    record::{GangId, GangKind, PodRecord},
     time::SECOND,
     world::Queues,
 };
@@ -301,6 +301,26 @@ fn a_queued_gang_is_told_its_place_and_becomes_unschedulable_for_autoscalers() {
     let before = bed.done.len();
     bed.pass(600 * SECOND);
     assert_eq!(bed.done.len(), before, "an idle queue costs nothing");
+}
+
+#[test]
+fn what_was_refused_is_left_alone_and_told_and_the_rest_goes_on() {
+    let mut bed = Bed::new(&[2, 2]);
+    bed.create(gang("g", 2));
+    let id = GangId { kind: GangKind::Annotated, namespace: "default".into(), name: "g".into(), uid: String::new() };
+    bed.seen.refused.insert(id, "Flux refuses the job: job submission is disabled".into());
+    bed.create([pod("a", 1)]);
+    bed.settle();
+    assert_eq!((bed.bound(), bed.shown_jobs()), (vec!["a@node0".to_owned()], vec!["default/a 1x1 @0".to_owned()]));
+    let told = bed.done.iter().find_map(|action| match action {
+        Action::Tell(tell) if tell.pod.name == "g0" => Some((tell.reason, tell.message.as_str())),
+        _ => None,
+    });
+    let words = "Flux refuses the job: job submission is disabled; tried again in a while";
+    assert_eq!(told, Some((Reason::Refused, words)));
+    bed.seen.refused.clear();
+    bed.settle();
+    assert_eq!(bed.bound().len(), 3);
 }
 
 #[test]

@@ -1,0 +1,135 @@
+//! An agent's token in the wrong hands, where `deploy/pods.yaml` is applied and namespace `default` has opted in.
+
+use k8s_openapi::{
+    api::{
+        batch::v1::Job,
+        core::v1::{Pod, ServiceAccount},
+        rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
+    },
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use kube::{
+    Api, Client,
+    api::{Patch, PatchParams, PostParams},
+};
+use serde_json::{Value, json};
+
+use super::{
+    cluster::{Case, until_true},
+    rights::{agent, agent_on, make_of, refused},
+};
+use api::NAMESPACE;
+
+const PODS_YAML: &str = include_str!("../../deploy/pods.yaml");
+
+/// Lets namespace `default` opt in, and makes what its pods need.
+async fn opt_in(admin: &Client) {
+    make_of(PODS_YAML, Api::<ClusterRole>::all(admin.clone())).await;
+    make_of(PODS_YAML, Api::<ClusterRoleBinding>::all(admin.clone())).await;
+    make_of(PODS_YAML, Api::<Role>::namespaced(admin.clone(), NAMESPACE)).await;
+    make_of(PODS_YAML, Api::<RoleBinding>::namespaced(admin.clone(), NAMESPACE)).await;
+    let binding = json!({
+        "metadata": {"name": "flux-bridge"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "flux-bridge"},
+        "subjects": [{"kind": "ServiceAccount", "name": "install-flux", "namespace": NAMESPACE}],
+    });
+    let bindings = Api::<RoleBinding>::namespaced(admin.clone(), "default");
+    bindings.create(&PostParams::default(), &serde_json::from_value(binding).unwrap()).await.unwrap();
+    for namespace in ["default", NAMESPACE] {
+        let metadata = ObjectMeta { name: Some("default".to_owned()), ..ObjectMeta::default() };
+        let accounts = Api::<ServiceAccount>::namespaced(admin.clone(), namespace);
+        let _ =
+            accounts.create(&PostParams::default(), &ServiceAccount { metadata, ..ServiceAccount::default() }).await;
+    }
+}
+
+async fn create_pod(admin: &Client, namespace: &str, name: &str, scheduler: &str) {
+    let pod = json!({
+        "metadata": {"name": name, "labels": {"app": "theirs"}},
+        "spec": {
+            "schedulerName": scheduler,
+            "automountServiceAccountToken": false,
+            "containers": [{"name": "c", "image": "none"}],
+        },
+    });
+    let pods = Api::<Pod>::namespaced(admin.clone(), namespace);
+    pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let admin = case.client.clone();
+    let token = agent(&case).await;
+    opt_in(&admin).await;
+    for (namespace, name, scheduler) in [
+        ("default", "waits", "flux"),
+        ("default", "another", "default-scheduler"),
+        ("default", "agent-pod", "default-scheduler"),
+        (NAMESPACE, "elsewhere", "flux"),
+    ] {
+        create_pod(&admin, namespace, name, scheduler).await;
+    }
+    let container = json!({"name": "c", "image": "none"});
+    let template = json!({"spec": {"restartPolicy": "Never", "containers": [container]}});
+    let job = json!({"metadata": {"name": "theirs", "labels": {"team": "a"}}, "spec": {"template": template}});
+    let all_jobs = Api::<Job>::namespaced(admin.clone(), "default");
+    all_jobs.create(&PostParams::default(), &serde_json::from_value(job).unwrap()).await.unwrap();
+
+    let jobs = Api::<Job>::namespaced(token.clone(), "default");
+    let patch = async |value: &Value| jobs.patch("theirs", &PatchParams::default(), &Patch::Merge(value)).await;
+    until_true("the policies to hold", async || patch(&json!({"metadata": {"labels": {"team": "b"}}})).await.is_err())
+        .await;
+    let owner = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "gone", "uid": "u-1"});
+    for wrong in [
+        json!({"metadata": {"finalizers": ["example.org/mine"]}}),
+        json!({"metadata": {"ownerReferences": [owner]}}),
+        json!({"metadata": {"labels": {"team": "c"}}}),
+        json!({"metadata": {"annotations": {"example.org/mine": "1"}}}),
+        json!({"spec": {"parallelism": 9}}),
+        json!({"spec": {"backoffLimit": 0}}),
+        json!({"spec": {"ttlSecondsAfterFinished": 0}}),
+        json!({"spec": {"suspend": true, "activeDeadlineSeconds": 1}}),
+    ] {
+        assert_eq!(refused(patch(&wrong).await, &wrong.to_string()).0, 403, "{wrong}");
+    }
+    let suspended = json!({"metadata": {"annotations": {"distribute.flux-framework.org/suspended": "Canceled"}}, "spec": {"suspend": true}});
+    assert_eq!(patch(&suspended).await.unwrap().spec.unwrap().suspend, Some(true));
+
+    let statuses = async |namespace: &str, name: &str, client: &Client, value: Value| {
+        let pods = Api::<Pod>::namespaced(client.clone(), namespace);
+        pods.patch_status(name, &PatchParams::default(), &Patch::Merge(value)).await
+    };
+    let told = json!({"status": {"message": "told"}});
+    for (namespace, name, value) in [
+        ("default", "another", told.clone()),
+        ("default", "waits", json!({"metadata": {"labels": {"app": "hijacked"}}})),
+        ("default", "waits", json!({"metadata": {"annotations": {"a": "b"}}})),
+        ("default", "waits", json!({"metadata": {"finalizers": ["example.org/mine"]}})),
+        (NAMESPACE, "elsewhere", told.clone()),
+    ] {
+        assert_eq!(refused(statuses(namespace, name, &token, value).await, name).0, 403, "{namespace}/{name}");
+    }
+    statuses("default", "waits", &token, told.clone()).await.unwrap();
+    // A pod of the agent's own name, in a namespace that has opted in, is another pod.
+    let of_pod = agent_on(&case, "agent-pod").await;
+    assert_eq!(refused(statuses("default", "agent-pod", &of_pod, told).await, "agent-pod").0, 403);
+
+    let bind = async |namespace: &str, name: &str, metadata: Value| {
+        let mut binding = json!({"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": {"kind": "Node", "name": "node1"}});
+        binding["metadata"]["name"] = name.into();
+        let pods = Api::<Pod>::namespaced(token.clone(), namespace);
+        pods.create_subresource::<Value, Value>("binding", name, &PostParams::default(), &binding).await
+    };
+    for (namespace, name, metadata) in [
+        ("default", "waits", json!({"labels": {"app": "hijacked"}})),
+        ("default", "waits", json!({"annotations": {"example.org/mine": "1"}})),
+        (NAMESPACE, "elsewhere", json!({})),
+    ] {
+        assert_eq!(refused(bind(namespace, name, metadata).await, name).0, 403, "{namespace}/{name}");
+    }
+    bind("default", "waits", json!({"annotations": {"distribute.flux-framework.org/job": "{}"}})).await.unwrap();
+    let bound = Api::<Pod>::namespaced(admin, "default").get("waits").await.unwrap();
+    assert_eq!(bound.spec.unwrap().node_name.as_deref(), Some("node1"));
+    assert_eq!(bound.metadata.labels.unwrap()["app"], "theirs");
+}
