@@ -60,15 +60,20 @@ pub fn of(bridge: &str) -> Vec<Process> {
     traces::processes(bridge).into_iter().filter_map(|(node, pid)| look(node, pid)).collect()
 }
 
-/// A node's host stages. They last for some milliseconds: nothing else is looked at.
+/// A node's host stages. They last for some milliseconds: nothing else is looked at. What a stage has forked has its command line
+/// until it executes another program, and is none: its parent is no agent.
 pub fn stages(bridge: &str, node: &str) -> Vec<Process> {
-    let is_stage = |pid: i32| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(STAGE));
-    let own = traces::processes(bridge).into_iter().filter(|(on, pid)| on == node && is_stage(*pid));
-    own.filter_map(|(node, pid)| look(node, pid)).filter(|found| found.kind == Kind::Stage).collect()
+    let runs =
+        |pid: i32, words: &[u8]| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(words));
+    let own = traces::processes(bridge).into_iter().filter(|(on, pid)| on == node && runs(*pid, STAGE));
+    let found = own.filter_map(|(node, pid)| look(node, pid)).filter(|found| found.kind == Kind::Stage);
+    found.filter(|stage| runs(stage.parent, AGENT)).collect()
 }
 
 /// How the command line of a host stage begins.
 const STAGE: &[u8] = b"flux-distribute\0stage";
+/// How that of an agent begins.
+const AGENT: &[u8] = b"/flux-distribute\0agent";
 
 fn look(node: String, pid: i32) -> Option<Process> {
     let process = Path::new("/proc").join(pid.to_string());
