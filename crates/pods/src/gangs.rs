@@ -101,9 +101,14 @@ pub struct Known<'a> {
 }
 
 impl Known<'_> {
-    /// The bridge may have bound `pod`: it records that with the binding, and binds in namespaces that have opted in. Whoever else
-    /// binds a pod has it counted like those of other schedulers, and gets no cores by that.
-    fn may_be_ours(&self, pod: &PodView) -> bool {
+    /// True if another scheduler, or somebody, has bound `pod`, or is to do so: it is counted, and gets no cores of Flux's. What the
+    /// bridge binds, it records with the binding, and it binds in namespaces that have opted in.
+    pub fn is_foreign(&self, pod: &PodView) -> bool {
+        let is_ours = || self.listed.contains_key(pod.uid.as_str()) || self.may_have_bound(pod);
+        !pod.is_bridged || (pod.node.is_some() && !is_ours())
+    }
+
+    fn may_have_bound(&self, pod: &PodView) -> bool {
         pod.record.is_some() && self.namespaces.contains(&pod.namespace)
     }
 }
@@ -111,11 +116,7 @@ impl Known<'_> {
 /// The gangs of the bridged pods whose cores are held or that can be bound, in order of their ids.
 pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, now: Millis) -> Vec<Gang<'a>> {
     let mut groups: BTreeMap<GangId, Group<'a>> = BTreeMap::new();
-    for pod in pods.into_iter().filter(|pod| pod.is_bridged && (pod.holds(now) || pod.is_ready_to_bind())) {
-        let is_listed = known.listed.contains_key(pod.uid.as_str());
-        if pod.node.is_some() && !is_listed && !known.may_be_ours(pod) {
-            continue;
-        }
+    for pod in pods.into_iter().filter(|pod| !known.is_foreign(pod) && (pod.holds(now) || pod.is_ready_to_bind())) {
         let job = known.facts.job_of(pod);
         let (mut id, mut size) = of_pod(pod, job, known.facts);
         // What a pod runs as does not change when its Job or its labels do. Nor does a pod by itself join a gang.

@@ -27,7 +27,7 @@ fn placed(
     let (namespaces, listed) = (BTreeSet::from(["default".to_owned()]), BTreeMap::new());
     let gangs: Vec<Gang> = gangs(pods, Known { facts, namespaces: &namespaces, max_gang: 100, listed: &listed }, 0);
     assert_eq!(gangs.len(), 1);
-    let usage = UsageByNode::of(others, 0);
+    let usage = UsageByNode::of(others, |pod| !pod.is_bridged, 0);
     let members: Vec<_> = gangs[0].waiting().collect();
     place(&gangs[0], &members, Limits { targets, usage: &usage, facts, avoided: &BTreeSet::new(), threads })
 }
@@ -200,7 +200,7 @@ fn the_check_counts_every_pod_against_what_the_node_has() {
         node(targets.get_mut(&0).unwrap());
         let mut pods = [pod("p0", 1), pod("p1", 1)];
         pods.iter_mut().for_each(change);
-        let usage = UsageByNode::of(&others, 0);
+        let usage = UsageByNode::of(&others, |pod| !pod.is_bridged, 0);
         let failing = check(&[(&pods[0], 0), (&pods[1], 0)], &targets, &usage);
         assert_eq!(failing.get(&0), expected.as_ref(), "{what}");
     }

@@ -21,7 +21,7 @@ impl Usage {
     }
 }
 
-/// By node: what all its pods ask for that have not ended, and what those do that are not bridged.
+/// By node: what all its pods ask for that have not ended, and what the foreign ones do.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UsageByNode {
     all: BTreeMap<String, Usage>,
@@ -30,13 +30,17 @@ pub struct UsageByNode {
 }
 
 impl UsageByNode {
-    /// Counts `pods`.
-    pub fn of<'a>(pods: impl IntoIterator<Item = &'a PodView>, now: Millis) -> Self {
+    /// Counts `pods`. Flux knows nothing of those for which `is_foreign` is true.
+    pub fn of<'a>(
+        pods: impl IntoIterator<Item = &'a PodView>,
+        is_foreign: impl Fn(&PodView) -> bool,
+        now: Millis,
+    ) -> Self {
         let mut usage = Self::default();
         for pod in pods.into_iter().filter(|pod| pod.holds(now)) {
             let Some(node) = &pod.node else { continue };
             usage.add(node, &pod.requests);
-            if !pod.is_bridged {
+            if is_foreign(pod) {
                 usage.foreign.entry(node.clone()).or_default().add(&pod.requests);
             }
         }

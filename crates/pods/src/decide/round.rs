@@ -11,6 +11,7 @@ use crate::{
     jobspec::JobRequest,
     pod::{FORCED_HOLD, Phase, PodView},
     record::{GangId, GangKind, JobRecord},
+    target::Target,
     time::{Millis, SECOND},
     usage::UsageByNode,
     world::{Broker, Pods, Queues, World},
@@ -29,6 +30,8 @@ pub(super) struct Round<'a> {
     pub gangs: Vec<Gang<'a>>,
     /// What is on the nodes, and what this round adds.
     pub usage: UsageByNode,
+    /// How many cores of each rank the bridge's jobs hold.
+    held: BTreeMap<Rank, u32>,
     /// The rank of each node.
     pub ranks: BTreeMap<&'a str, Rank>,
     /// All ranks.
@@ -68,6 +71,14 @@ pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     listed
 }
 
+fn held(jobs: &Jobs) -> BTreeMap<Rank, u32> {
+    let mut held = BTreeMap::new();
+    for slot in jobs.bridged().flat_map(|(job, _)| job.slots().unwrap_or_default()) {
+        *held.entry(slot.rank).or_default() += u32::try_from(slot.cores.len()).unwrap_or(u32::MAX);
+    }
+    held
+}
+
 impl<'a> Round<'a> {
     pub fn new(
         (world, broker, jobs, pods): (&'a World, &'a Broker, &'a Jobs, &'a Pods),
@@ -91,7 +102,8 @@ impl<'a> Round<'a> {
             pods,
             now,
             gangs: gangs(shown.iter().copied(), known, now),
-            usage: UsageByNode::of(shown, now),
+            usage: UsageByNode::of(shown, |pod| known.is_foreign(pod), now),
+            held: held(jobs),
             ranks: world.targets.iter().map(|(rank, target)| (target.node.as_str(), *rank)).collect(),
             members: world.targets.keys().copied().collect(),
             by_gang,
@@ -99,6 +111,11 @@ impl<'a> Round<'a> {
             actions: Vec::new(),
             wake: None,
         }
+    }
+
+    /// How many cores of a rank Flux may still give to pods, at most.
+    pub fn may_be_free(&self, target: &Target) -> u32 {
+        target.cores.saturating_sub(self.held.get(&target.rank).copied().unwrap_or_default())
     }
 
     /// The jobs of a gang, those that ended a short while ago among them.

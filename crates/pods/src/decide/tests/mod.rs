@@ -200,6 +200,22 @@ fn nodes_where_the_pods_dont_fit_are_left_out_at_once_until_they_do() {
 }
 
 #[test]
+fn nodes_that_were_left_out_count_again_though_other_pods_have_a_part_of_them_by_now() {
+    let mut bed = Bed::new(&[2, 2, 2]);
+    let foreign = |node: &str| PodView { is_bridged: false, node: Some(node.into()), plan: None, ..pod(node, 2) };
+    bed.create([foreign("node0"), foreign("node1")]);
+    bed.create(gang("g", 4));
+    bed.settle();
+    bed.create([pod("a", 1), pod("b", 1)]);
+    bed.settle();
+    assert!(bed.told("g0").starts_with("Unschedulable: 1 of 3 nodes permit it"), "{}", bed.told("g0"));
+    bed.end("node0", Phase::Succeeded);
+    bed.end("node1", Phase::Succeeded);
+    bed.pass(60 * SECOND);
+    assert_eq!(bed.bound().len(), 6, "two of one core on one node, four on the other cores: {:?}", bed.bound());
+}
+
+#[test]
 fn a_full_node_with_reserved_cpu_is_no_endless_loop() {
     let mut bed = Bed::new(&[4]);
     bed.seen.targets.get_mut(&0).unwrap().allocatable.cpu = 3940;
