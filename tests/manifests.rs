@@ -193,6 +193,8 @@ fn the_image_is_of_this_version() {
     let agent = agent();
     let version = concat!(":", env!("CARGO_PKG_VERSION"));
     assert!(agent.image.unwrap().ends_with(version));
+    let requests = agent.resources.unwrap().requests.unwrap();
+    assert_eq!(requests["cpu"].0, format!("{}m", model::resources::AGENT_CPU));
     assert_eq!(agent.image_pull_policy.as_deref(), Some("IfNotPresent"));
     assert_eq!((agent.command, agent.args), (None, Some(vec!["agent".to_owned()])));
 }

@@ -184,8 +184,29 @@ pub(crate) fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
 /// What `rank` is to declare while `node` is its member; `before`: what it declares now. None if the facts are unknown
 /// at the moment: then `before` stays.
 pub(crate) fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
+    let has_pods = seen.roster.map_or(seen.spec.pods.enabled, |roster| roster.settings.pods);
+    resources_if(has_pods, seen, node, rank, before)
+}
+
+/// As [`resources`], in the epoch after this one.
+pub(crate) fn next_resources(
+    seen: &Observed,
+    node: &NodeView,
+    rank: Rank,
+    before: Option<&Declared>,
+) -> Option<Declared> {
+    resources_if(seen.spec.pods.enabled, seen, node, rank, before)
+}
+
+fn resources_if(
+    has_pods: bool,
+    seen: &Observed,
+    node: &NodeView,
+    rank: Rank,
+    before: Option<&Declared>,
+) -> Option<Declared> {
     let found = facts(seen, node)?;
-    (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0))
+    (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0, has_pods))
 }
 
 /// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None if it has them

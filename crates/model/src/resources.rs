@@ -6,13 +6,16 @@ use super::eligibility::{Cpu, NodeView, is_dedicated};
 use api::{Declared, FluxInstanceSpec, Gpus, IdSet, InstanceResources, Resources};
 use base::words::many;
 
-/// Computes what a rank on `node` is to declare. `found` are the resources of the node's host.
-pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_lead: bool) -> Declared {
+/// What the pod of our own agent requests, in thousandths of a CPU (the DaemonSet's manifest). It is on each node.
+pub const AGENT_CPU: u64 = 25;
+
+/// Computes what a rank on `node` is to declare. `found` are the resources of the node's host. `has_pods`: Flux schedules pods, too.
+pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_lead: bool, has_pods: bool) -> Declared {
     let Resources { cores, gpus } = found;
     let exclude = &spec.resources.exclude;
     let named: IdSet = exclude.cores.as_deref().and_then(|text| text.parse().ok()).unwrap_or_default();
     let has_no_other = (0..cores).all(|id| named.contains(id));
-    let reserved = node.cpu.map_or(0, |cpu| reserved_cores(cpu, cores));
+    let reserved = node.cpu.map_or(0, |cpu| reserved_cores(cpu, cores, has_pods));
     let mut left_out: IdSet = (0..cores).filter(|id| *id < reserved || named.contains(*id)).collect();
     if left_out.len() == cores as usize {
         // Flux accepts no node without a core. Keep the last core that the spec doesn't exclude, even if kubelet
@@ -35,10 +38,15 @@ fn left_out_but_one(left_out: IdSet, named: &IdSet) -> IdSet {
 }
 
 /// Number of physical cores that kubelet reserves for itself and the system. Rounded down, because many clouds reserve
-/// about 60m, which must not cost a whole core. kubelet counts hardware threads, Flux counts cores.
-fn reserved_cores(cpu: Cpu, cores: u32) -> u32 {
+/// about 60m, which must not cost a whole core. But a pod can't have a core of which kubelet, our agent and other DaemonSets have a
+/// part: Flux would give out cores on each full node that no pod can have. kubelet counts hardware threads, Flux counts cores.
+fn reserved_cores(cpu: Cpu, cores: u32, has_pods: bool) -> u32 {
     let threads_per_core = (cpu.capacity / 1000 / u64::from(cores.max(1))).max(1);
-    let reserved = cpu.capacity.saturating_sub(cpu.allocatable) / 1000 / threads_per_core;
+    let reserved = cpu.capacity.saturating_sub(cpu.allocatable);
+    let reserved = match has_pods {
+        true => (reserved + AGENT_CPU).div_ceil(1000 * threads_per_core),
+        false => reserved / 1000 / threads_per_core,
+    };
     u32::try_from(reserved).unwrap_or(u32::MAX).min(cores.saturating_sub(1))
 }
 
@@ -110,8 +118,23 @@ mod tests {
         ] {
             let spec = spec(&json!({"resources": {"exclude": {"cores": exclude}}}));
             let found = Resources { cores, gpus: 0 };
-            let declared = declared(&spec, &reserving(capacity, allocatable), found, true);
+            let declared = declared(&spec, &reserving(capacity, allocatable), found, true, false);
             assert_eq!((declared.core_ids().to_string().as_str(), declared.excluded), (expected, false), "{what}");
+        }
+    }
+
+    #[test]
+    fn where_pods_are_scheduled_no_core_is_declared_of_which_others_have_a_part() {
+        for (capacity, allocatable, cores, expected) in [
+            ("8", "8", 8, "1-7"),
+            ("8", "7940m", 8, "1-7"),
+            ("8", "7020m", 8, "2-7"),
+            ("16", "15940m", 8, "1-7"),
+            ("1", "1", 1, "0"),
+        ] {
+            let found = Resources { cores, gpus: 0 };
+            let declared = declared(&spec(&json!({})), &reserving(capacity, allocatable), found, false, true);
+            assert_eq!(declared.core_ids().to_string(), expected, "{capacity} {allocatable}");
         }
     }
 
@@ -128,7 +151,7 @@ mod tests {
         ] {
             let node = node(&json!({"metadata": {"name": "node1"}}));
             let spec = spec(&json!({"resources": {"exclude": exclude}}));
-            let declared = declared(&spec, &node, Resources { cores: 2, gpus: 0 }, is_lead);
+            let declared = declared(&spec, &node, Resources { cores: 2, gpus: 0 }, is_lead, false);
             assert_eq!(declared.excluded, expected, "{exclude}");
         }
     }
@@ -153,7 +176,7 @@ mod tests {
             let status = json!({"capacity": {(resource): "0"}, "allocatable": {(resource): "0"}});
             let node = node(&json!({"spec": {"taints": taints}, "status": status}));
             let spec = spec(&json!({"resources": {"gpus": gpus}, "nodes": {"tolerations": tolerations}}));
-            assert_eq!(declared(&spec, &node, Resources { cores: 2, gpus: 2 }, false).gpus, expected, "{what}");
+            assert_eq!(declared(&spec, &node, Resources { cores: 2, gpus: 2 }, false, false).gpus, expected, "{what}");
         }
     }
 

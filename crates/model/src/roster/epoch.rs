@@ -15,7 +15,7 @@ use crate::{
     members::{Members, NodeIndex},
     observed::{
         Observed, candidates, facts, format, is_shut_down, lacks_since, limit, may_declare_less, member,
-        participant_count, resources,
+        next_resources, participant_count,
     },
     prefix,
     settings::{pending, settings, wanted},
@@ -319,7 +319,7 @@ fn named(news: &News, roster: &Roster, rank: Rank, member: Member, before: Optio
     // soon.
     let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));
     let found =
-        node.filter(|_| may_declare_less(seen, lacks_since)).and_then(|node| resources(seen, node, rank, known));
+        node.filter(|_| may_declare_less(seen, lacks_since)).and_then(|node| next_resources(seen, node, rank, known));
     let (resources, lacks_since) = if found.is_some() { (found, None) } else { (known.cloned(), lacks_since) };
     RosterEntry {
         broker_name: if real { member.node.clone() } else { spare_name(rank) },

@@ -11,6 +11,7 @@ use crate::{
     jobspec::JobRequest,
     pod::{FORCED_HOLD, Phase, PodView},
     record::{GangId, GangKind, JobRecord},
+    requests::cores,
     target::Target,
     time::{Millis, SECOND},
     usage::UsageByNode,
@@ -30,8 +31,8 @@ pub(super) struct Round<'a> {
     pub gangs: Vec<Gang<'a>>,
     /// What is on the nodes, and what this round adds.
     pub usage: UsageByNode,
-    /// How many cores of each rank the bridge's jobs hold.
-    held: BTreeMap<Rank, u32>,
+    /// How many cores of each rank belong to pods that the bridge has bound.
+    bound: BTreeMap<Rank, u32>,
     /// The rank of each node.
     pub ranks: BTreeMap<&'a str, Rank>,
     /// All ranks.
@@ -71,12 +72,15 @@ pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     listed
 }
 
-fn held(jobs: &Jobs) -> BTreeMap<Rank, u32> {
-    let mut held = BTreeMap::new();
-    for slot in jobs.bridged().flat_map(|(job, _)| job.slots().unwrap_or_default()) {
-        *held.entry(slot.rank).or_default() += u32::try_from(slot.cores.len()).unwrap_or(u32::MAX);
+fn bound_cores(world: &World, pods: &[&PodView], known: Known, now: Millis) -> BTreeMap<Rank, u32> {
+    let targets: BTreeMap<&str, &Target> =
+        world.targets.values().map(|target| (target.node.as_str(), target)).collect();
+    let mut bound = BTreeMap::new();
+    for pod in pods.iter().filter(|pod| pod.holds(now) && !known.is_foreign(pod)) {
+        let Some(target) = pod.node.as_deref().and_then(|node| targets.get(node)) else { continue };
+        *bound.entry(target.rank).or_default() += cores(pod.requests.cpu, target.threads);
     }
-    held
+    bound
 }
 
 impl<'a> Round<'a> {
@@ -102,8 +106,8 @@ impl<'a> Round<'a> {
             pods,
             now,
             gangs: gangs(shown.iter().copied(), known, now),
-            usage: UsageByNode::of(shown, |pod| known.is_foreign(pod), now),
-            held: held(jobs),
+            usage: UsageByNode::of(shown.iter().copied(), |pod| known.is_foreign(pod), now),
+            bound: bound_cores(world, &shown, known, now),
             ranks: world.targets.iter().map(|(rank, target)| (target.node.as_str(), *rank)).collect(),
             members: world.targets.keys().copied().collect(),
             by_gang,
@@ -113,9 +117,9 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// How many cores of a rank Flux may still give to pods, at most.
+    /// How many cores of a rank Flux may still give to pods, at most: those that are not of pods which run.
     pub fn may_be_free(&self, target: &Target) -> u32 {
-        target.cores.saturating_sub(self.held.get(&target.rank).copied().unwrap_or_default())
+        target.cores.saturating_sub(self.bound.get(&target.rank).copied().unwrap_or_default())
     }
 
     /// The jobs of a gang, those that ended a short while ago among them.

@@ -155,7 +155,7 @@ pub(super) fn bind(round: &mut Round, gang: &Gang, held: &Held, pod: &PodView, s
 }
 
 /// The ranks that the gang must avoid still: those on which as many of its pods as Flux may give it slots there would not
-/// fit beside all that is there today. Where other jobs hold all cores, Flux itself gives it none.
+/// fit beside all that is there today.
 pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&PodView]) -> BTreeSet<Rank> {
     let Some(mut avoided) = memory.avoided.remove(&gang.id) else { return BTreeSet::new() };
     avoided.retain(|rank| {
@@ -164,7 +164,7 @@ pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&
         let most = usize::try_from(round.may_be_free(target) / slots).unwrap_or(usize::MAX);
         let mut usage = round.usage.all(&target.node).clone();
         let most = if gang.spreads() { most.min(1) } else { most };
-        pods.iter().take(most).any(|pod| {
+        pods.iter().take(most.max(1)).any(|pod| {
             let fails = check_pod(target, &usage, pod).is_some();
             usage.add(&pod.requests);
             fails
