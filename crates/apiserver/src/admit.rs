@@ -22,6 +22,8 @@ pub enum Part {
     Status,
     /// A Namespace's `spec.finalizers`.
     Finalize,
+    /// Everything and the status too: what a binding changes.
+    Binding,
 }
 
 /// How to execute a request.
@@ -31,6 +33,8 @@ pub struct Mode {
     pub dry_run: bool,
     /// Refuse fields that the schema does not know, instead of pruning them.
     pub strict: bool,
+    /// For a delete: the seconds that whatever runs may take to end. None: what the object says.
+    pub grace: Option<i64>,
 }
 
 /// A time in the format of `metadata.creationTimestamp`, `seconds` from now.
@@ -44,14 +48,15 @@ pub fn meta<'a>(object: &'a Value, field: &str) -> &'a str {
     object["metadata"][field].as_str().unwrap_or_default()
 }
 
-/// True if the object is being deleted but still held by a finalizer or by its contents.
+/// True if the object is being deleted but still held by a finalizer, by its contents, or by what runs.
 pub fn is_terminating(object: &Value) -> bool {
     !object["metadata"]["deletionTimestamp"].is_null()
 }
 
-/// True if the object has finalizers.
+/// True if the object can't be removed yet: it has finalizers, or a kubelet ends what it runs.
 pub fn is_held(object: &Value) -> bool {
-    object["metadata"]["finalizers"].as_array().is_some_and(|finalizers| !finalizers.is_empty())
+    let has_finalizers = object["metadata"]["finalizers"].as_array().is_some_and(|finalizers| !finalizers.is_empty());
+    has_finalizers || object["metadata"]["deletionGracePeriodSeconds"].as_i64().is_some_and(|grace| grace > 0)
 }
 
 /// A new object as it is stored.
@@ -104,6 +109,19 @@ pub fn create(resource: &Resource, namespace: &str, mut object: Value, strict: b
         "PriorityClass" if object["preemptionPolicy"].is_null() => {
             put(&mut object, &["preemptionPolicy"], "PreemptLowerPriority".into());
         }
+        "Pod" if object["spec"].is_object() => {
+            // Of a real server's defaults those that other programs rely on.
+            for (field, default) in [
+                ("schedulerName", json!("default-scheduler")),
+                ("restartPolicy", json!("Always")),
+                ("terminationGracePeriodSeconds", json!(30)),
+            ] {
+                if object["spec"][field].is_null() {
+                    put(&mut object, &["spec", field], default);
+                }
+            }
+            put(&mut object, &["status", "phase"], "Pending".into());
+        }
         _ => {}
     }
     conform(resource, &name, &mut object, Part::Whole, strict)?;
@@ -137,7 +155,7 @@ pub fn update(
         _ => return Err(ApiError::stale(resource, name)),
     }
     let mut new = match part {
-        Part::Whole => {
+        Part::Whole | Part::Binding => {
             let metadata = metadata_mut(&mut wanted)?;
             for field in SERVER_FIELDS.into_iter().chain(["name", "namespace", "resourceVersion"]) {
                 match old["metadata"].get(field) {
@@ -145,7 +163,7 @@ pub fn update(
                     None => drop(metadata.remove(field)),
                 }
             }
-            if resource.status {
+            if resource.status && part == Part::Whole {
                 set(&mut wanted, "status", old.get("status").cloned());
             }
             if resource.kind == "Namespace" {
@@ -171,12 +189,13 @@ pub fn update(
     Ok(new)
 }
 
-/// `object`, marked as being deleted.
-pub fn terminating(resource: &Resource, object: &Value) -> Value {
+/// `object`, marked as being deleted. What it runs may take `grace` seconds to end.
+pub fn terminating(resource: &Resource, object: &Value, grace: i64) -> Value {
     let mut object = object.clone();
-    put(&mut object, &["metadata", "deletionTimestamp"], timestamp(0).into());
-    put(&mut object, &["metadata", "deletionGracePeriodSeconds"], 0.into());
-    if resource.generation {
+    let first = !is_terminating(&object);
+    put(&mut object, &["metadata", "deletionTimestamp"], timestamp(grace).into());
+    put(&mut object, &["metadata", "deletionGracePeriodSeconds"], grace.into());
+    if resource.generation && first {
         bump_generation(&mut object);
     }
     if resource.kind == "Namespace" {
@@ -236,7 +255,7 @@ fn conform(resource: &Resource, name: &str, object: &mut Value, part: Part, stri
     let rules = |object: &Value| match part {
         Part::Whole => (custom.rules)(object),
         // An accepted spec must never prevent its status from being written, even if newer rules would refuse it.
-        Part::Status | Part::Finalize => Ok(Vec::new()),
+        Part::Status | Part::Finalize | Part::Binding => Ok(Vec::new()),
     };
     let findings = schema::check(&custom.schema, object, rules);
     if strict && !findings.unknown.is_empty() {

@@ -72,6 +72,8 @@ impl Asked {
             Subresource::Status => "/status",
             Subresource::Scale => "/scale",
             Subresource::Finalize => "/finalize",
+            Subresource::Binding => "/binding",
+            Subresource::Eviction => "/eviction",
         };
         let resource = format!("{}{subresource}", target.resource.plural);
         self.note(parts, Call { group: target.resource.group.to_owned(), resource, name, verb: verb.to_owned() });

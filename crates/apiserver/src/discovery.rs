@@ -74,13 +74,26 @@ fn entries(resource: &Resource) -> Vec<Value> {
     let (plural, namespaced, kind) = (resource.plural, resource.namespaced, resource.kind);
     let mut entries = vec![json!({
         "name": plural, "singularName": kind.to_lowercase(), "namespaced": namespaced, "kind": kind,
-        "verbs": ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"],
+        "verbs": match resource.answer {
+            Some(_) => &["create"][..],
+            None => &["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"],
+        },
         "shortNames": resource.short, "categories": resource.categories,
     })];
     let verbs = ["get", "patch", "update"];
     if resource.status {
         entries.push(json!({
             "name": format!("{plural}/status"), "singularName": "", "namespaced": namespaced, "kind": kind, "verbs": verbs,
+        }));
+    }
+    if resource.runs {
+        entries.push(json!({
+            "name": format!("{plural}/binding"), "singularName": "", "namespaced": namespaced, "kind": "Binding",
+            "verbs": ["create"],
+        }));
+        entries.push(json!({
+            "name": format!("{plural}/eviction"), "singularName": "", "namespaced": namespaced,
+            "group": "policy", "version": "v1", "kind": "Eviction", "verbs": ["create"],
         }));
     }
     if resource.scale().is_some() {

@@ -140,6 +140,9 @@ fn dispatch(app: App, parts: &Parts, target: Target, query: &Query, body: &Bytes
         _ => Err(ApiError::UnsupportedMediaType("application/json")),
     };
     let mut code = StatusCode::OK;
+    if target.subresource.is_action() && parts.method != Method::POST {
+        return Err(ApiError::MethodNotAllowed);
+    }
     let answer = match parts.method {
         Method::GET if query.watch => return watch(app, target, query, form),
         Method::GET if target.name.is_some() => verbs::get(store, &target, form)?,
@@ -147,7 +150,11 @@ fn dispatch(app: App, parts: &Parts, target: Target, query: &Query, body: &Bytes
         Method::POST => {
             json_body()?;
             code = StatusCode::CREATED;
-            verbs::create(store, &target, query.mode, body)?
+            match target.subresource {
+                Subresource::Binding => verbs::bind(store, &target, query.mode, body)?,
+                Subresource::Eviction => verbs::evict(store, &target, query.mode, body)?,
+                _ => verbs::create(store, &target, query.mode, body)?,
+            }
         }
         Method::PUT => {
             json_body()?;

@@ -14,6 +14,7 @@ mod log;
 mod objects;
 mod openapi;
 mod patch;
+mod pods;
 mod request;
 mod resources;
 mod selector;

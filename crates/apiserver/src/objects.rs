@@ -9,6 +9,7 @@ use super::{
     error::ApiError,
     key::Key,
     log::{Change, Log},
+    pods,
     resources::{self, Resource},
 };
 
@@ -20,7 +21,7 @@ const EVENTS_KEPT_SECONDS: i64 = 3600;
 pub enum Deleted {
     /// The object is removed; this was its last state.
     Gone(Arc<Value>),
-    /// The object is being deleted, but finalizers or its contents still hold it.
+    /// The object is being deleted, but finalizers, its contents or what it runs still hold it.
     Going(Arc<Value>),
 }
 
@@ -99,14 +100,18 @@ impl Objects {
         object
     }
 
-    /// Removes an object, or marks it as being deleted if finalizers or contents hold it.
-    pub fn delete(&mut self, resource: &Resource, key: Key, old: &Arc<Value>) -> Deleted {
-        if !resource.is_container() && !is_held(old) {
-            return Deleted::Gone(self.remove(key, Value::clone(old)));
-        }
+    /// Removes an object, or marks it as being deleted if finalizers, contents or what it runs hold it. `grace`: see
+    /// [`Mode`](admit::Mode).
+    pub fn delete(&mut self, resource: &Resource, key: Key, old: &Arc<Value>, grace: Option<i64>) -> Deleted {
+        let grace = pods::grace(resource, old, grace);
+        let before = old["metadata"]["deletionGracePeriodSeconds"].as_i64();
         let mut object = old.clone();
-        if !is_terminating(old) {
-            object = self.commit(Change::Modified, key.clone(), admit::terminating(resource, old));
+        if before.is_none_or(|before| grace < before) {
+            let marked = admit::terminating(resource, old, grace);
+            if !resource.is_container() && !is_held(&marked) {
+                return Deleted::Gone(self.remove(key, Value::clone(old)));
+            }
+            object = self.commit(Change::Modified, key.clone(), marked);
         }
         if resource.is_container() {
             self.continue_deletion(resource, &key.name);
@@ -149,7 +154,7 @@ impl Objects {
         for (key, object) in content(self) {
             match resources::find(key.resource.group, key.resource.plural) {
                 Some(resource) if is_held(&object) && !is_terminating(&object) => {
-                    self.commit(Change::Modified, key, admit::terminating(resource, &object));
+                    self.commit(Change::Modified, key, admit::terminating(resource, &object, 0));
                 }
                 _ if is_held(&object) => {}
                 _ => drop(self.commit(Change::Deleted, key, Value::clone(&object))),

@@ -1,7 +1,7 @@
 //! The patch formats: JSON patch, merge patch, and the subset of strategic merge patch that kubectl uses.
 
 use json_patch::PatchError;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 
@@ -16,7 +16,7 @@ pub enum Patch {
     Merge(Value),
     /// Kubernetes' own format: a merge patch with directives for lists. The merge key of a list comes from the patch's
     /// `$setElementOrder`, which kubectl always sends, so no table of the API's types is needed; a list without it is
-    /// replaced.
+    /// replaced. Conditions are the exception, which programs patch one by one: each is merged into the one of its type.
     Strategic(Value),
 }
 
@@ -75,6 +75,9 @@ fn strategic(target: &mut Value, patch: &Value) {
         {
             let old = target.remove(key);
             target.insert(key.clone(), merge_list(old, items, order));
+        } else if let ("conditions", Value::Array(items)) = (key.as_str(), value) {
+            let old = target.remove(key);
+            target.insert(key.clone(), merge_list(old, items, &[json!({ "type": null })]));
         } else if value["$patch"] == "delete" {
             target.remove(key);
         } else {
@@ -111,8 +114,6 @@ fn merge_list(old: Option<Value>, patch: &[Value], order: &[Value]) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     fn apply(kind: &str, object: Value, patch: Value) -> Result<Value, String> {
@@ -145,6 +146,15 @@ mod tests {
             "containers": [{"name": "a", "image": "2"}, {"name": "b", "$patch": "delete"}, {"name": "c", "image": "3"}],
         });
         let want = json!({"containers": [{"name": "c", "image": "3"}, {"name": "a", "image": "2"}]});
+        assert_eq!(apply("strategic-merge-patch", object, patch), Ok(want));
+    }
+
+    #[test]
+    fn a_condition_is_merged_into_the_one_of_its_type() {
+        let condition = |kind: &str, status: &str| json!({"type": kind, "status": status});
+        let object = json!({"conditions": [condition("A", "True"), condition("B", "True")]});
+        let patch = json!({"conditions": [condition("B", "False"), condition("C", "True")]});
+        let want = json!({"conditions": [condition("A", "True"), condition("B", "False"), condition("C", "True")]});
         assert_eq!(apply("strategic-merge-patch", object, patch), Ok(want));
     }
 

@@ -33,6 +33,17 @@ pub enum Subresource {
     Scale,
     /// `finalize`, of a Namespace.
     Finalize,
+    /// `binding`, of what runs on Nodes.
+    Binding,
+    /// `eviction`, of what runs on Nodes.
+    Eviction,
+}
+
+impl Subresource {
+    /// True if it can be created and nothing else.
+    pub fn is_action(self) -> bool {
+        matches!(self, Self::Binding | Self::Eviction)
+    }
 }
 
 impl Target {
@@ -67,6 +78,8 @@ impl Target {
             Some("status") if resource.status => Subresource::Status,
             Some("scale") if resource.scale().is_some() => Subresource::Scale,
             Some("finalize") if resource.kind == "Namespace" => Subresource::Finalize,
+            Some("binding") if resource.runs => Subresource::Binding,
+            Some("eviction") if resource.runs => Subresource::Eviction,
             Some(_) => return None,
         };
         Some(Self { resource, namespace, name, subresource })
@@ -99,7 +112,7 @@ pub struct Query {
     pub bookmarks: bool,
     /// sendInitialEvents.
     pub initial_events: bool,
-    /// dryRun and fieldValidation.
+    /// dryRun, fieldValidation and gracePeriodSeconds.
     pub mode: Mode,
     /// includeObject of Tables.
     pub include: Include,
@@ -128,6 +141,7 @@ impl Query {
                     return Err(ApiError::BadRequest(format!("invalid dryRun {value:?}: only All is known")));
                 }
                 "fieldValidation" => query.mode.strict = value == "Strict",
+                "gracePeriodSeconds" => query.mode.grace = value.parse().ok(),
                 "includeObject" => {
                     query.include = match &*value {
                         "Object" => Include::Object,
@@ -180,7 +194,7 @@ mod tests {
 
     #[test]
     fn paths_are_parsed_as_in_kubernetes() {
-        use Subresource::{Finalize, Object, Scale, Status};
+        use Subresource::{Binding, Eviction, Finalize, Object, Scale, Status};
         let ours = "/apis/distribute.flux-framework.org/v1alpha1";
         for (path, want) in [
             ("/api/v1/nodes".to_owned(), Some(("nodes", None, None, Object))),
@@ -196,6 +210,9 @@ mod tests {
                 format!("{ours}/namespaces/a/fluxinstances/b/scale"),
                 Some(("fluxinstances", Some("a"), Some("b"), Scale)),
             ),
+            ("/api/v1/namespaces/a/pods/b/binding".to_owned(), Some(("pods", Some("a"), Some("b"), Binding))),
+            ("/api/v1/namespaces/a/pods/b/eviction".to_owned(), Some(("pods", Some("a"), Some("b"), Eviction))),
+            ("/api/v1/namespaces/a/configmaps/b/binding".to_owned(), None),
             (format!("{ours}/namespaces/a/fluxnodes/b/scale"), None),
             (format!("{ours}/fluxnodes/b"), None),
             ("/api/v1/namespaces/a/nodes/b".to_owned(), None),

@@ -6,10 +6,16 @@ use k8s_openapi::{
     api::{
         admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
         apps::v1::DaemonSet,
+        authorization::v1::SelfSubjectAccessReview,
+        batch::v1::Job,
         coordination::v1::Lease,
-        core::v1::{ConfigMap, Namespace, Node, Pod, ResourceQuota, Secret, ServiceAccount},
+        core::v1::{
+            ConfigMap, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, ResourceQuota, Secret,
+            ServiceAccount,
+        },
         rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
         scheduling::v1::PriorityClass,
+        storage::v1::StorageClass,
     },
     apiextensions_apiserver::pkg::apis::apiextensions::v1::{
         CustomResourceColumnDefinition, CustomResourceDefinition, CustomResourceSubresourceScale,
@@ -63,6 +69,11 @@ pub struct Resource {
     pub generation: bool,
     /// True if replaces without a resourceVersion are refused.
     pub guarded: bool,
+    /// True if its objects run on Nodes: they have the subresources `binding` and `eviction`, and a delete waits for the
+    /// kubelet of the Node.
+    pub runs: bool,
+    /// Set for kinds whose objects are questions, which are answered and never stored: returns the status.
+    pub answer: Option<fn() -> Value>,
     /// Fields for selectors, besides name and namespace.
     pub fields: &'static [&'static str],
     /// Columns of its Table, besides the name.
@@ -166,12 +177,18 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             ..builtin::<Secret>(true)
         },
         Resource { short: names(&["sa"]), ..builtin::<ServiceAccount>(true) },
-        // No pods are created here, but `kubectl describe node` and `kubectl drain` list them.
         Resource {
             status: true,
+            runs: true,
             short: names(&["po"]),
             categories: names(&["all"]),
-            fields: &["spec.nodeName", "status.phase"],
+            fields: &["spec.nodeName", "spec.schedulerName", "status.phase"],
+            columns: vec![
+                Column::new("Status", "string", ".status.phase", 0),
+                Column::new("Age", "date", ".metadata.creationTimestamp", 0),
+                Column::new("IP", "string", ".status.podIP", 1),
+                Column::new("Node", "string", ".spec.nodeName", 1),
+            ],
             ..builtin::<Pod>(true)
         },
         Resource {
@@ -224,6 +241,8 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             categories: names(&["all"]),
             ..builtin::<DaemonSet>(true)
         },
+        // Without the controller that makes pods of them.
+        Resource { status: true, generation: true, categories: names(&["all"]), ..builtin::<Job>(true) },
         Resource {
             status: true,
             generation: true,
@@ -231,12 +250,20 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
             short: names(&["crd", "crds"]),
             ..builtin::<CustomResourceDefinition>(false)
         },
+        // Pods name them, and nothing provides them.
+        builtin::<PersistentVolumeClaim>(true),
+        builtin::<PersistentVolume>(false),
+        builtin::<StorageClass>(false),
         // The remaining kinds of a real cluster's manifest are only stored: every client with the token may do
         // everything, and nothing is scheduled.
         builtin::<ClusterRole>(false),
         builtin::<ClusterRoleBinding>(false),
         builtin::<Role>(true),
         builtin::<RoleBinding>(true),
+        Resource {
+            answer: Some(|| json!({ "allowed": true, "reason": "every client with the token may do everything" })),
+            ..builtin::<SelfSubjectAccessReview>(false)
+        },
         Resource {
             generation: true,
             short: names(&["pc"]),
@@ -305,6 +332,8 @@ fn builtin<K: k8s_openapi::Resource + DeserializeOwned>(namespaced: bool) -> Res
         status: false,
         generation: false,
         guarded: false,
+        runs: false,
+        answer: None,
         fields: &[],
         columns: columns(&[AGE]),
         custom: None,
@@ -332,6 +361,8 @@ fn custom(definition: &CustomResourceDefinition, rules: fn(&Value) -> serde_json
         status: subresources.is_some_and(|subresources| subresources.status.is_some()),
         generation: true,
         guarded: true,
+        runs: false,
+        answer: None,
         fields: &[],
         columns: match version.and_then(|version| version.additional_printer_columns.as_ref()) {
             Some(columns) => columns.iter().map(column).collect(),

@@ -180,7 +180,7 @@ impl Store {
         })
     }
 
-    /// Removes an object, or marks it as being deleted if finalizers or contents hold it.
+    /// Removes an object, or marks it as being deleted if finalizers, contents or what it runs hold it.
     ///
     /// # Errors
     /// [`ApiError::NotFound`], [`ApiError::Conflict`] if a precondition is not met.
@@ -203,7 +203,7 @@ impl Store {
                 return Ok(Deleted::Gone(old));
             }
             let key = Key::new(resource, namespace, name);
-            Ok(objects.delete(resource, key, &old))
+            Ok(objects.delete(resource, key, &old, mode.grace))
         })
     }
 

@@ -10,6 +10,7 @@ use super::{
     error::ApiError,
     objects::Deleted,
     patch::Patch,
+    pods,
     request::{Form, Query, Subresource, Target},
     resources::Resource,
     selector::Filter,
@@ -72,10 +73,41 @@ pub fn create(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result
     if target.name.is_some() || (resource.namespaced && target.namespace.is_none()) {
         return Err(ApiError::MethodNotAllowed);
     }
-    let object = resource.to_stored(with_type(resource, decode(body)?));
+    let mut object = resource.to_stored(with_type(resource, decode(body)?));
+    if let Some(answer) = resource.answer {
+        admit::put(&mut object, &["status"], answer());
+        return Ok(object);
+    }
     let namespace = target.namespace.as_deref().unwrap_or_default();
     let object = store.create(resource.stored(), namespace, object, mode)?;
     Ok(resource.to_served(&object).into_owned())
+}
+
+/// POST to `binding`: binds a pod to a Node.
+pub fn bind(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result<Value, ApiError> {
+    let (resource, binding) = (target.resource, decode(body)?);
+    store.update(resource, target.object()?, Part::Binding, mode, |pod| pods::bound(resource, pod, &binding))?;
+    Ok(success(json!({})))
+}
+
+/// POST to `eviction`: deletes a pod, as its delete options say. There are no PodDisruptionBudgets.
+pub fn evict(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result<Value, ApiError> {
+    let (_, name) = target.object()?;
+    let eviction: Value = decode(body)?;
+    if !["", name].contains(&meta(&eviction, "name")) {
+        let why = format!(
+            "the name of the eviction ({}) does not match the name on the URL ({name})",
+            meta(&eviction, "name")
+        );
+        return Err(ApiError::BadRequest(why));
+    }
+    let (only_if, mode) = delete_options(mode, &eviction["deleteOptions"]);
+    store.delete(target.resource, target.object()?, &only_if, mode)?;
+    Ok(success(json!({})))
+}
+
+fn success(details: Value) -> Value {
+    json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details })
 }
 
 /// PUT of an object or subresource.
@@ -112,6 +144,7 @@ fn change(
         Subresource::Object => Part::Whole,
         Subresource::Status => Part::Status,
         Subresource::Finalize => Part::Finalize,
+        Subresource::Binding | Subresource::Eviction => return Err(ApiError::MethodNotAllowed),
     };
     let object = update(part, &mut |old| {
         let wanted = once(resource.to_served(old).into_owned())?;
@@ -125,17 +158,14 @@ pub fn delete(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result
     if target.subresource != Subresource::Object {
         return Err(ApiError::MethodNotAllowed);
     }
-    let (only_if, mode) = delete_options(mode, body)?;
+    let (only_if, mode) = delete_options(mode, &decode_options(body)?);
     let resource = target.resource;
     let (_, name) = target.object()?;
     Ok(match store.delete(resource.stored(), target.object()?, &only_if, mode)? {
         Deleted::Going(object) => resource.to_served(&object).into_owned(),
-        Deleted::Gone(object) => json!({
-            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
-            "details": {
-                "name": name, "group": resource.group, "kind": resource.plural, "uid": object["metadata"]["uid"],
-            },
-        }),
+        Deleted::Gone(object) => success(json!({
+            "name": name, "group": resource.group, "kind": resource.plural, "uid": object["metadata"]["uid"],
+        })),
     })
 }
 
@@ -145,7 +175,7 @@ pub fn delete_collection(store: &Store, target: &Target, query: &Query, body: &[
     if resource.namespaced && target.namespace.is_none() {
         return Err(ApiError::MethodNotAllowed);
     }
-    let (only_if, mode) = delete_options(query.mode, body)?;
+    let (only_if, mode) = delete_options(query.mode, &decode_options(body)?);
     let filter = Filter::parse(resource, &query.labels, &query.fields)?;
     let (objects, revision) = store.list(resource.stored(), target.namespace.as_deref());
     let selected = |object: &Arc<Value>| filter.matches(&resource.to_served(object));
@@ -161,11 +191,17 @@ pub fn delete_collection(store: &Store, target: &Target, query: &Query, body: &[
     Ok(list_of(&format!("{}List", resource.kind), &resource.api_version(), metadata, items))
 }
 
-fn delete_options(mut mode: Mode, body: &[u8]) -> Result<(Preconditions, Mode), ApiError> {
-    let options = if body.is_empty() { Value::Null } else { decode(body)? };
+/// The DeleteOptions in a body, which may be empty.
+fn decode_options(body: &[u8]) -> Result<Value, ApiError> {
+    if body.is_empty() { Ok(Value::Null) } else { decode(body) }
+}
+
+/// What DeleteOptions say, beside the query.
+fn delete_options(mut mode: Mode, options: &Value) -> (Preconditions, Mode) {
     let text = |field: &str| options["preconditions"][field].as_str().map(str::to_owned);
     mode.dry_run |= options["dryRun"].as_array().is_some_and(|stages| stages.iter().any(|stage| stage == "All"));
-    Ok((Preconditions { uid: text("uid"), resource_version: text("resourceVersion") }, mode))
+    mode.grace = options["gracePeriodSeconds"].as_i64().or(mode.grace);
+    (Preconditions { uid: text("uid"), resource_version: text("resourceVersion") }, mode)
 }
 
 fn decode(body: &[u8]) -> Result<Value, ApiError> {
