@@ -2,13 +2,17 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::api::{
-    batch::v1::Job,
-    core::v1::{Binding as KubeBinding, ObjectReference, Pod},
+use k8s_openapi::{
+    api::{
+        batch::v1::Job,
+        core::v1::{Binding as KubeBinding, ObjectReference, Pod},
+        policy::v1::Eviction,
+    },
+    apimachinery::pkg::apis::meta::v1::{DeleteOptions, Preconditions},
 };
 use kube::{
     Api, Client,
-    api::{DeleteParams, EvictParams, ObjectMeta, Patch, PatchParams, PostParams, Preconditions},
+    api::{ObjectMeta, Patch, PatchParams, PostParams},
 };
 use serde_json::{Value, json};
 use tracing::{info, warn};
@@ -116,13 +120,15 @@ impl Tools {
 
     async fn evict(&self, pod: &PodRef) -> Result<(), ApiError> {
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
-        let uid = Some(pod.uid.clone());
-        let preconditions = Preconditions { uid, resource_version: None };
-        let delete_options = Some(DeleteParams::default().preconditions(preconditions));
-        let parameters = EvictParams { delete_options, ..EvictParams::default() };
-        gone_is_fine(
-            call(format!("evict pod {}/{}", pod.namespace, pod.name), pods.evict(&pod.name, &parameters)).await,
-        )
+        let preconditions = Some(Preconditions { uid: Some(pod.uid.clone()), resource_version: None });
+        // kube's own `evict` sends the options under a name that no API server knows, so the precondition would be lost.
+        let eviction = Eviction {
+            metadata: ObjectMeta { name: Some(pod.name.clone()), ..ObjectMeta::default() },
+            delete_options: Some(DeleteOptions { preconditions, ..DeleteOptions::default() }),
+        };
+        let parameters = PostParams::default();
+        let evicted = pods.create_subresource::<Eviction, Value>("eviction", &pod.name, &parameters, &eviction);
+        gone_is_fine(call(format!("evict pod {}/{}", pod.namespace, pod.name), evicted).await)
     }
 
     async fn suspend(&self, job: &JobRef, reason: Option<SuspendReason>) -> Result<(), ApiError> {
