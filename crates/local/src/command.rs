@@ -1,15 +1,16 @@
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode};
 
 use super::{
     cluster::{
+        container,
         control::{Client, Request, report_failure},
-        daemon, down, exec, init,
+        create, daemon, down, exec, init,
         io::print_line,
         kind::Kind,
         layout::Layout,
         logs, node,
         options::Up,
-        pod, remove, restart, status, up,
+        pod, pods, remove, restart, status, up,
     },
     error::{Context, LocalError},
     stand_in,
@@ -73,6 +74,13 @@ pub enum LocalCommand {
     },
     /// Restart all brokers at once; after `flux shutdown`, start the instance again. Running jobs are lost
     Restart,
+    /// Create the objects of a YAML file, such as pods; kubectl can do it too
+    Create {
+        /// The file
+        file: PathBuf,
+    },
+    /// Show the pods and their nodes
+    Pods,
     /// Print the kubeconfig
     Kubeconfig,
     /// Stop everything and remove everything that `local up` made
@@ -128,6 +136,16 @@ pub enum LocalCommand {
         /// The pod's name
         name: String,
     },
+    /// The parent process of a container
+    #[command(hide = true)]
+    MakeContainer {
+        /// The node's name
+        node: String,
+        /// The node's PID 1
+        init: i32,
+        /// The pod's uid
+        uid: String,
+    },
 }
 
 /// What to do with an agent.
@@ -151,8 +169,9 @@ pub enum NodeAction {
 impl LocalCommand {
     /// True for the processes of a cluster, which write a log; false for commands that print a result and exit.
     pub fn is_service(&self) -> bool {
-        let nodes = matches!(self, Self::MakeNode { .. } | Self::NodeInit { .. } | Self::MakePod { .. });
-        nodes || matches!(self, Self::Daemon | Self::StandIn { .. })
+        let nodes = matches!(self, Self::MakeNode { .. } | Self::NodeInit { .. });
+        let pods = matches!(self, Self::MakePod { .. } | Self::MakeContainer { .. });
+        nodes || pods || matches!(self, Self::Daemon | Self::StandIn { .. })
     }
 
     /// Runs the command.
@@ -210,6 +229,8 @@ impl LocalCommand {
                 restart::run(&layout).await?;
                 print_line("the instance restarts; `flux-distribute local status` shows when it is back")?;
             }
+            Self::Create { file } => create::run(&layout, &file).await?,
+            Self::Pods => pods::run(&layout).await?,
             Self::Kubeconfig => {
                 layout.load()?;
                 let path = layout.kubeconfig();
@@ -226,6 +247,9 @@ impl LocalCommand {
             Self::MakePod { node, init, uid, name } => {
                 let node_name = layout.kind(&node)?.node_of(&node).to_owned();
                 return report_failure(pod::run(&layout, pod::Pod { node, node_name, init, uid, name }).await);
+            }
+            Self::MakeContainer { node, init, uid } => {
+                return report_failure(container::run(&layout, &node, init, &uid).await);
             }
         }
         Ok(ExitCode::SUCCESS)

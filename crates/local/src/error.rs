@@ -64,6 +64,9 @@ pub enum LocalError {
     /// The nodes' processes can't be kept apart from the machine's.
     #[error("no cgroup file system is mounted on this machine")]
     NoCgroups,
+    /// Only the container's image says what it runs.
+    #[error("container {0} has no command, and local mode runs no images")]
+    NoCommand(String),
     /// The kernel does not end these processes.
     #[error("processes {pids:?} in the cgroup {group} do not die")]
     Undying {

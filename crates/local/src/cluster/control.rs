@@ -2,13 +2,19 @@
 //! directory, which only root can reach: one JSON line per request and per answer. Helper processes report to their
 //! parent on stdout.
 
-use std::{io::Write, process::ExitCode, time::Duration};
+use std::{
+    fs::File,
+    io::Write,
+    path::Path,
+    process::{ExitCode, Stdio},
+    time::Duration,
+};
 
 use serde::{Deserialize, Serialize};
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
     net::UnixStream,
-    process::ChildStdout,
+    process::{Child, ChildStdout},
     time::timeout,
 };
 
@@ -17,8 +23,44 @@ use crate::error::{Context, LocalError};
 use apiserver::Fault;
 use base::error_chain;
 
+/// Limit for a boot or a start, which normally take tens of milliseconds, on an overloaded machine.
+pub(crate) const START_LIMIT: Duration = Duration::from_mins(1);
+
 /// Prefix of the line that reports a helper's failure to its parent. Other lines report one step each.
 const FAILED: &str = "failed: ";
+
+/// The lines that a helper process reports.
+pub(crate) type Reports = Lines<BufReader<ChildStdout>>;
+
+/// Starts a helper process, which gets `input` on stdin and appends to `log`.
+///
+/// # Errors
+/// The log can't be opened, or the process can't be started.
+pub(crate) async fn start_helper(
+    layout: &Layout,
+    words: &[&str],
+    log: &Path,
+    input: &[u8],
+) -> Result<(Child, Reports), LocalError> {
+    let failed = || format!("can't start {}", words.join(" "));
+    let log = File::options().create(true).append(true).open(log).context(failed)?;
+    let mut child = layout.helper(words, log).stdin(Stdio::piped()).spawn().context(failed)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // One that has failed closes it, and reports why.
+        let _ = stdin.write_all(input).await;
+    }
+    let stdout = child.stdout.take().ok_or("it has no stdout").context(failed)?;
+    Ok((child, BufReader::new(stdout).lines()))
+}
+
+/// Reads the PID that a helper process reports of the process it has started.
+///
+/// # Errors
+/// Those of [`read_report`]; the line is no PID.
+pub(crate) async fn read_pid(reports: &mut Reports, who: &str) -> Result<i32, LocalError> {
+    let line = read_report(reports, START_LIMIT, who).await?;
+    line.parse().context(|| format!("{who} does not report its PID"))
+}
 
 /// Sends `line` to the parent process.
 pub(crate) fn report_line(line: &str) -> Result<(), LocalError> {

@@ -20,6 +20,7 @@ use tracing::{info, warn};
 
 use super::{
     api::ApiServer,
+    bound::AllPods,
     cgroup,
     control::{Answer, NodeView, Request, report_line},
     io::{bind, write},
@@ -37,6 +38,7 @@ struct Daemon {
     cluster: Arc<Cluster>,
     client: kube::Client,
     views: Views,
+    pods: AllPods,
     faults: watch::Sender<Fault>,
     kubelets: Mutex<BTreeMap<u32, mpsc::Sender<Order>>>,
 }
@@ -68,6 +70,7 @@ pub(crate) async fn run(layout: &Layout) -> Result<ExitCode, LocalError> {
     let daemon = Arc::new(Daemon {
         layout: layout.clone(),
         cluster,
+        pods: AllPods::follow(&client),
         client,
         views: Views::default(),
         faults,
@@ -203,6 +206,7 @@ impl Daemon {
             number,
             name: name.clone(),
             views: self.views.clone(),
+            pods: self.pods.clone(),
             others,
         };
         let (reply, booted) = oneshot::channel();

@@ -16,6 +16,20 @@ pub(crate) fn read_line(path: &str) -> String {
     std::fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
+/// Rows of cells in aligned columns, two spaces apart. Every row has as many cells as the first one.
+pub(crate) fn table<const N: usize>(rows: &[[String; N]]) -> String {
+    let widths = std::array::from_fn::<_, N, _>(|column| {
+        rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default()
+    });
+    let mut text = String::new();
+    for row in rows {
+        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        text.push_str(cells.join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
 /// Writes a file.
 pub(crate) fn write(path: &Path, text: &str) -> Result<(), LocalError> {
     fs::write(path, text).context(|| format!("can't write {}", path.display()))

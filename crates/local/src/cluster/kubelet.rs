@@ -2,7 +2,6 @@
 
 use std::{
     collections::BTreeMap,
-    fs::File,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -13,16 +12,16 @@ use nix::{
     unistd::Pid,
 };
 use tokio::{
-    io::{AsyncBufReadExt, BufReader, Lines},
-    process::{Child, ChildStdout},
+    process::Child,
     sync::{mpsc, oneshot, watch},
     time::{Instant, sleep, timeout},
 };
 use tracing::{info, warn};
 
 use super::{
+    bound::{AllPods, BoundPods},
     cgroup,
-    control::{NodeView, read_report},
+    control::{NodeView, START_LIMIT, read_pid, read_report, start_helper},
     layout::{Cluster, Layout},
     mounts, objects,
 };
@@ -35,8 +34,6 @@ const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::fro
 const STEADY: Duration = Duration::from_secs(10);
 /// The DaemonSet's terminationGracePeriodSeconds.
 const GRACE: Duration = Duration::from_mins(2);
-/// Limit for a boot or a start, which normally take tens of milliseconds, on an overloaded machine.
-const START_LIMIT: Duration = Duration::from_mins(1);
 
 /// An order to a kubelet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +61,7 @@ pub(crate) struct Kubelet {
     pub(crate) number: u32,
     pub(crate) name: String,
     pub(crate) views: Views,
+    pub(crate) pods: AllPods,
     /// True once all nodes of the same order are up.
     pub(crate) others: watch::Receiver<bool>,
 }
@@ -148,10 +146,10 @@ impl Kubelet {
             let kind = self.layout.kind(&self.name)?;
             objects::register(&self.client, kind.node_of(&self.name), &kind).await?;
             self.report(true).await?;
-            Ok::<_, LocalError>(machine)
+            Ok::<_, LocalError>((machine, kind.node_of(&self.name).to_owned()))
         };
-        let mut machine = match booted.await {
-            Ok(machine) => machine,
+        let (mut machine, node) = match booted.await {
+            Ok(booted) => booted,
             Err(error) => {
                 self.show(|view| view.error = Some(error_chain(&error)));
                 answer(reply, Err(error));
@@ -164,7 +162,12 @@ impl Kubelet {
         // As when a DaemonSet is applied to an existing cluster: a planner that started earlier would consider a node
         // that boots slowly as joining later, and such nodes get the names of spares.
         let _ = self.others.clone().wait_for(|all_up| *all_up).await;
-        let off = self.keep_agent(&mut machine, orders).await;
+        let bound = self.bound_pods(node, machine.init);
+        // Once the node is going off, nothing is reported about its pods any more: a node without power says nothing.
+        let off = tokio::select! {
+            off = self.keep_agent(&mut machine, orders) => off,
+            never = bound.run() => match never {},
+        };
         // The kernel kills the whole PID namespace with its PID 1; then the helper exits too.
         let _ = kill(Pid::from_raw(machine.init), Signal::SIGKILL);
         let _ = machine.helper.wait().await;
@@ -173,7 +176,7 @@ impl Kubelet {
 
     async fn boot(&self) -> Result<Machine, LocalError> {
         let log = self.layout.node_log(&self.name);
-        let (helper, mut lines) = self.start(&["make-node", &self.name], &log)?;
+        let (helper, mut lines) = start_helper(&self.layout, &["make-node", &self.name], &log, b"").await?;
         let init = read_pid(&mut lines, &self.name).await?;
         // The second line comes from PID 1 itself.
         read_report(&mut lines, START_LIMIT, &self.name).await?;
@@ -236,7 +239,8 @@ impl Kubelet {
         // A DaemonSet's pods have such names, ending with five characters that are unique in the cluster.
         let pod = format!("{}-{}", api::DAEMONSET, &uid[..5]);
         let log = self.layout.agent_log(&self.name);
-        let (shim, mut lines) = self.start(&["make-pod", &self.name, &init.to_string(), uid, &pod], &log)?;
+        let words = ["make-pod", &self.name, &init.to_string(), uid, &pod];
+        let (shim, mut lines) = start_helper(&self.layout, &words, &log, b"").await?;
         let agent = read_pid(&mut lines, &format!("the agent of {}", self.name)).await?;
         Ok(Pod { shim, agent })
     }
@@ -304,8 +308,23 @@ impl Kubelet {
         objects::report(&self.client, &self.cluster, self.number, kind.node_of(&self.name), &kind, ready).await
     }
 
-    /// Deletes the Node object and the node's files.
+    /// The pods that are bound to Node `node`, which runs until its process `init` ends.
+    fn bound_pods(&self, node: String, init: i32) -> BoundPods {
+        BoundPods {
+            layout: self.layout.clone(),
+            cluster: self.cluster.clone(),
+            client: self.client.clone(),
+            all: self.pods.clone(),
+            machine: self.name.clone(),
+            node,
+            address: self.cluster.address(self.number),
+            init,
+        }
+    }
+
+    /// Deletes the Node object, the pods that are bound to it, and the node's files.
     async fn remove(&self) -> Result<(), LocalError> {
+        self.pods.forget_node(&self.client, self.layout.kind(&self.name)?.node_of(&self.name)).await;
         objects::unregister(&self.client, self.layout.kind(&self.name)?.node_of(&self.name)).await?;
         let (group, directory) = (self.cluster.node_cgroup(&self.name), self.layout.node(&self.name));
         let removed = tokio::task::spawn_blocking(move || {
@@ -321,19 +340,6 @@ impl Kubelet {
         if let Some(view) = self.views.lock().unwrap_or_else(PoisonError::into_inner).get_mut(&self.number) {
             change(view);
         }
-    }
-
-    /// Starts a helper process, which reports on stdout.
-    fn start(
-        &self,
-        words: &[&str],
-        log: &std::path::Path,
-    ) -> Result<(Child, Lines<BufReader<ChildStdout>>), LocalError> {
-        let failed = || format!("can't start {} of {}", words[0], self.name);
-        let log = File::options().create(true).append(true).open(log).context(failed)?;
-        let mut child = self.layout.helper(words, log).spawn().context(failed)?;
-        let stdout = child.stdout.take().ok_or("it has no stdout").context(failed)?;
-        Ok((child, BufReader::new(stdout).lines()))
     }
 }
 
@@ -352,9 +358,4 @@ fn after(order: Order) -> Option<PodEnd> {
 fn answer(reply: Reply, result: Result<(), LocalError>) {
     // The receiver may be gone.
     let _ = reply.send(result);
-}
-
-async fn read_pid(lines: &mut Lines<BufReader<ChildStdout>>, who: &str) -> Result<i32, LocalError> {
-    let line = read_report(lines, START_LIMIT, who).await?;
-    line.parse().context(|| format!("{who} does not report its PID"))
 }

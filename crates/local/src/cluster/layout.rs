@@ -105,6 +105,10 @@ impl Layout {
     pub(crate) fn agent_log(&self, name: &str) -> PathBuf {
         self.node(name).join("agent.log")
     }
+    /// The output of a pod on that node.
+    pub(crate) fn pod_log(&self, name: &str, namespace: &str, pod: &str) -> PathBuf {
+        self.node(name).join("pods").join(format!("{namespace}_{pod}.log"))
+    }
 
     /// What a simulated node pretends to be where that differs from the computer that it runs on; the default if nothing
     /// was recorded in [`Layout::node_kind`].

@@ -34,6 +34,9 @@ pub struct Up {
     /// Shape of the overlay network, such as kary:2
     #[arg(long)]
     pub(super) topology: Option<String>,
+    /// Let Flux schedule pods too: those with `schedulerName: flux`, in all namespaces (spec.pods.enabled)
+    #[arg(long)]
+    pub(super) pods: bool,
     /// A YAML file with a FluxInstance or only its spec; the other options override it
     #[arg(long, value_name = "FILE")]
     pub(super) instance: Option<PathBuf>,

@@ -44,6 +44,7 @@ pub(crate) async fn from_options(up: &Up) -> Result<FluxInstanceSpec, LocalError
     if !up.spec.is_empty() {
         spec.packages.specs.clone_from(&up.spec);
     }
+    spec.pods.enabled |= up.pods;
     if up.topology.is_some() {
         spec.topology.clone_from(&up.topology);
     }

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::{
     control::{Client, NodeView, Request},
+    io,
     layout::Layout,
     objects, wait,
 };
@@ -80,14 +81,5 @@ fn table(lines: &[Line]) -> String {
             ]
         }))
         .collect();
-    let widths: Vec<usize> =
-        (0..HEAD.len()).map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0)).collect();
-    let mut text = String::new();
-    for row in rows {
-        let cells: Vec<String> =
-            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width)).collect();
-        text.push_str(cells.join("  ").trim_end());
-        text.push('\n');
-    }
-    text
+    io::table(&rows)
 }

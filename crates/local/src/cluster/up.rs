@@ -164,6 +164,8 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
             let url = format!("file://{}/{}", root::IMAGE, stand_in::NAME);
             let sha256 = spec::sha256_of(&made.bundle())?;
             spec.packages = Packages { bundle: Some(BundleSource { url, sha256 }), ..Packages::default() };
+            // The stand-in has no queue for them.
+            spec.pods.enabled = false;
             Ok(Some(made))
         }
     }

@@ -1,0 +1,40 @@
+//! `local create`: creates the objects of a YAML file, as `kubectl create` does on machines that have it.
+
+use std::path::Path;
+
+use kube::{
+    Api,
+    api::{DynamicObject, GroupVersionKind, PostParams},
+    discovery::{Scope, pinned_kind},
+};
+use serde::Deserialize;
+
+use super::{io::print_line, layout::Layout, objects};
+use crate::error::{Context, LocalError};
+
+/// Creates all objects in `file`, in its order.
+///
+/// # Errors
+/// [`LocalError::Usage`] if the file can't be read; the API server refuses one. Those before it exist then.
+pub(crate) async fn run(layout: &Layout, file: &Path) -> Result<(), LocalError> {
+    let client = objects::client(layout, &layout.load()?)?;
+    let wrong = |error: &dyn std::fmt::Display| LocalError::Usage(format!("can't read {}: {error}", file.display()));
+    let text = std::fs::read_to_string(file).map_err(|error| wrong(&error))?;
+    let documents = serde_norway::Deserializer::from_str(&text).map(Option::<DynamicObject>::deserialize);
+    let found: Result<Vec<_>, _> = documents.collect();
+    for object in found.map_err(|error| wrong(&error))?.into_iter().flatten() {
+        let types = object.types.clone().ok_or_else(|| wrong(&"an object has no kind"))?;
+        let kind = GroupVersionKind::try_from(&types).map_err(|error| wrong(&error))?;
+        let name = object.metadata.name.clone().or(object.metadata.generate_name.clone()).unwrap_or_default();
+        let failed = || format!("can't create {} {name}", types.kind);
+        let (resource, capabilities) = pinned_kind(&client, &kind).await.context(failed)?;
+        let api = match (capabilities.scope, &object.metadata.namespace) {
+            (Scope::Cluster, _) => Api::all_with(client.clone(), &resource),
+            (Scope::Namespaced, Some(namespace)) => Api::namespaced_with(client.clone(), namespace, &resource),
+            (Scope::Namespaced, None) => Api::default_namespaced_with(client.clone(), &resource),
+        };
+        let made: DynamicObject = api.create(&PostParams::default(), &object).await.context(failed)?;
+        print_line(&format!("{} {} created", types.kind, made.metadata.name.unwrap_or_default()))?;
+    }
+    Ok(())
+}
