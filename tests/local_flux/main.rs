@@ -24,6 +24,7 @@ mod names;
 #[path = "../support/needs.rs"]
 mod needs;
 mod peers;
+mod pods;
 mod removal;
 mod replaced;
 mod rights;
