@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Four simulated nodes that are one Flux instance, on this machine; without a way to Flux, the same without jobs.
+# Four simulated nodes that are one Flux instance, on this machine: a job on all of them, then a gang of pods beside a job.
+# Without a way to Flux, the same without jobs and pods.
 #
 #   BUNDLE=FILE|URL     install a bundle
 #   CHANNEL=DIR|URL     install from this conda channel, in place of conda-forge
@@ -135,7 +136,7 @@ finish() {
 trap finish EXIT
 # The terminal sends Ctrl-C to all of them. tee stays until `local up` has said its last word.
 trap 'exit 130' INT
-run local up --nodes "$nodes" --timeout "${TIMEOUT:-20m}" "${option[@]}" "${source[@]}" | tee -i "$output"
+run local up --nodes "$nodes" --pods --timeout "${TIMEOUT:-20m}" "${option[@]}" "${source[@]}" | tee -i "$output"
 if ! grep -q '^stand-in, no Flux' "$output"; then
     why=
 elif [ -z "$why" ]; then
@@ -144,6 +145,20 @@ fi
 if [ -z "$why" ]; then
     run local exec node1 -- flux resource list
     run local exec node1 -- flux run -N"$nodes" hostname
+    cores=$("${sudo[@]}" "$binary" local exec node1 -- flux resource list -s free -no '{ncores}' | tail -n 1)
+    if [ "$cores" -ge 4 ]; then
+        run local exec node1 -- flux submit --job-name=host-job sleep 120
+        run local create example/pods-bare.yaml
+        end=$((SECONDS + 120))
+        until [ "$("${sudo[@]}" "$binary" local pods | grep -c ' Running ')" = 3 ]; do
+            [ "$SECONDS" -lt "$end" ] || { run local pods >&2; fail "the gang of pods does not run"; }
+            sleep 1
+        done
+        run local pods
+        run local exec node1 -- flux jobs
+    else
+        echo "No pods run in this demo: a gang of three beside a job needs 4 cores, and the nodes have $cores together."
+    fi
 else
     more=node$((nodes + 1))
     online() {

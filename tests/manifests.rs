@@ -305,7 +305,7 @@ fn every_example_of_pods_can_be_scheduled() {
             count += 1;
         }
     }
-    assert_eq!((files.len(), count), (5, 6));
+    assert_eq!((files.len(), count), (6, 9));
 }
 
 /// `validate` takes the one file to apply as it is, and looks at what people edit in it.
