@@ -8,13 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::{
     facts::{Claim, Facts, KubeJob},
     pod::PodView,
-    record::{GangId, GangKind},
+    record::{GangId, GangKind, LONGEST_NAME},
     time::Millis,
     unsupported::Unsupported,
 };
-
-/// Longest name of a gang, in bytes.
-pub const LONGEST_NAME: usize = 63;
 
 /// A gang: pods that run at the same time, or not at all.
 #[derive(Debug, Clone, PartialEq)]

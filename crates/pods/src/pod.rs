@@ -3,9 +3,8 @@
 use k8s_openapi::api::core::v1::{Pod, PodCondition, PodSpec};
 
 use crate::{
-    gangs::LONGEST_NAME,
     node_rules::NodeRules,
-    record::{ANNOTATION_JOB, PodRecord},
+    record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord},
     requests::Requests,
     time::{Millis, SECOND},
     unsupported::{Unsupported, spreads},

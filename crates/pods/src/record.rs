@@ -13,6 +13,9 @@ use serde_json::Value;
 /// Annotation on a bound pod: its [`PodRecord`] as JSON. It is written with the binding.
 pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
 
+/// Longest name of a gang, in bytes.
+pub const LONGEST_NAME: usize = 63;
+
 /// Longest text of a [`PodRecord`], in bytes: many times that of all cores of a big node.
 const LONGEST: usize = 4096;
 
