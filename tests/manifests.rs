@@ -232,7 +232,7 @@ fn no_right_to_change_pods_or_jobs_is_granted_for_the_whole_cluster() {
     for binding in of_kind("ClusterRoleBinding") {
         let binding: ClusterRoleBinding = serde_norway::from_value(binding.clone()).unwrap();
         let role = roles.iter().find(|role| role.metadata.name.as_ref() == Some(&binding.role_ref.name)).unwrap();
-        // Anybody's Events are told apart from these by who reports them.
+        // An Event names who reports it.
         let is_of_events = |rule: &&PolicyRule| rule.resources == Some(vec!["events".to_owned()]);
         let others = role.rules.iter().flatten().filter(|rule| !is_of_events(rule));
         let mut verbs = others.flat_map(|rule| &rule.verbs);

@@ -30,7 +30,7 @@ const DURATION: Duration = Duration::from_secs(15);
 pub(crate) const RENEW_EVERY: Duration = Duration::from_secs(4);
 
 /// The Lease as this process knows it.
-pub(crate) struct Held {
+pub(crate) struct BridgeLease {
     leases: Api<Lease>,
     identity: String,
     /// Until when it is certainly ours.
@@ -42,7 +42,7 @@ pub(crate) struct Held {
     sight: Sight,
 }
 
-impl Held {
+impl BridgeLease {
     pub(crate) fn new(client: Client, identity: String) -> Self {
         Self {
             leases: Api::namespaced(client, NAMESPACE),
@@ -60,9 +60,11 @@ impl Held {
     }
 
     /// Why it is not ours.
-    pub(crate) fn lacks(&self) -> Option<String> {
-        let of = || self.holder.as_ref().map_or_else(String::new, |holder| format!(" of {holder} to expire"));
-        (!self.is_ours()).then(|| format!("waits for Lease {LEASE_BRIDGE}{}", of()))
+    pub(crate) fn waits_for(&self) -> Option<String> {
+        (!self.is_ours()).then(|| match &self.holder {
+            Some(holder) => format!("agent {holder} still holds Lease {LEASE_BRIDGE}"),
+            None => format!("this agent does not hold Lease {LEASE_BRIDGE}"),
+        })
     }
 
     /// The broker that it names.
@@ -103,7 +105,7 @@ impl Held {
         match written {
             Ok(lease) => {
                 self.sight.view(&lease, DURATION);
-                (self.until, self.broker) = (Some(asked + DURATION), broker);
+                (self.until, self.broker, self.holder) = (Some(asked + DURATION), broker, None);
                 Ok(())
             }
             Err(error) if error.code() == Some(409) => Ok(()),

@@ -18,7 +18,7 @@ use broker::{queues::ensure_recorded, rfc3::RpcError};
 use cluster::call;
 use pods::{
     action::{Action, PodRef},
-    decide::{Decision, Memory, Report, decide},
+    decide::{Decision, Memory, Report, Standing, decide},
     facts::Facts,
     target::Target,
     time::Millis,
@@ -30,14 +30,14 @@ use crate::{
     begin::Tools,
     facts::Lookups,
     flux::Flux,
-    lease::{Held, RENEW_EVERY},
+    lease::{BridgeLease, RENEW_EVERY},
     opted_in::OptedIn,
     under_way::{Answer, UnderWay},
     watched::{Change, Watched, changes},
 };
 
-/// How long changes are gathered: a gang's pods appear one after the other. Twice as long as a decision takes, so that what was
-/// decided is carried out in the meantime.
+/// How long changes are gathered: a gang's pods appear one after the other. Lasts twice as long as the last decision took, so that the
+/// bridge also has time to act.
 const GATHER: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_millis(200);
 /// A round at least this often: a broker's state and its queues change without an event here.
 const TICK: Duration = Duration::from_secs(1);
@@ -52,7 +52,7 @@ pub async fn run(bridge: Bridge) {
     let mut kubernetes = Kubernetes {
         watched: Watched::default(),
         changes: Box::pin(changes(&bridge.client)),
-        held: Held::new(bridge.client.clone(), bridge.identity.clone()),
+        lease: BridgeLease::new(bridge.client.clone(), bridge.identity.clone()),
         renewed: None,
         lookups: Lookups::default(),
         opted_in: OptedIn::default(),
@@ -76,12 +76,12 @@ struct Kubernetes {
     bridge: Bridge,
     watched: Watched,
     changes: Pin<Box<dyn Stream<Item = Change> + Send>>,
-    held: Held,
+    lease: BridgeLease,
     /// When the Lease was looked at last.
     renewed: Option<Instant>,
     lookups: Lookups,
     opted_in: OptedIn,
-    /// Since when no pod has been served.
+    /// Since when something keeps the bridge from serving pods.
     waits_since: Option<Instant>,
 }
 
@@ -127,18 +127,24 @@ impl Kubernetes {
 
     /// Reports what people want to know. `report`: that of a decision; the default one if there was none.
     fn report(&mut self, report: &Report) {
-        let lacks = self.held.lacks().or_else(|| self.watched.lacks()).or_else(|| report.standing.waits_for());
-        let since = lacks.is_some().then(|| self.waits_since.unwrap_or_else(Instant::now));
+        let waits_for =
+            self.lease.waits_for().or_else(|| self.watched.waits_for()).or_else(|| report.standing.waits_for());
+        let since = waits_for.is_some().then(|| self.waits_since.unwrap_or_else(Instant::now));
         self.waits_since = since;
         let count = |gangs: usize| u32::try_from(gangs).unwrap_or(u32::MAX);
-        let counts = PodCounts {
-            running: count(report.running),
-            queued: count(report.queued),
-            refused: count(report.refused),
-            uncovered: count(report.uncovered),
-            waits_for: lacks.filter(|_| since.is_some_and(|since| since.elapsed() >= REPORT_AFTER)),
-        };
         self.bridge.report.send_if_modified(|before| {
+            let mut counts = match report.standing {
+                Standing::Serving => PodCounts {
+                    running: count(report.running),
+                    queued: count(report.queued),
+                    refused: count(report.refused),
+                    uncovered: count(report.uncovered),
+                    waits_for: None,
+                },
+                // Pods run on, though nobody counts them now.
+                _ => before.clone(),
+            };
+            counts.waits_for = waits_for.clone().filter(|_| since.is_some_and(|since| since.elapsed() >= REPORT_AFTER));
             let has_changed = *before != counts;
             if has_changed {
                 info!(?counts, "pods as jobs");
@@ -152,7 +158,7 @@ impl Kubernetes {
     async fn wait(&mut self, life: &mut Life, wake: Instant) -> Result<(), RpcError> {
         tokio::select! {
             heard = life.flux.hear() => heard?,
-            Some(change) = self.changes.next() => drop(self.watched.take(change, now())),
+            Some(change) = self.changes.next() => self.watched.take(change, now()),
             Some((number, answer)) = life.answers.next(), if !life.answers.is_empty() => {
                 self.take_answer(life, number, answer).await?;
             }
@@ -162,7 +168,7 @@ impl Kubernetes {
         loop {
             tokio::select! {
                 heard = life.flux.hear() => heard?,
-                Some(change) = self.changes.next() => drop(self.watched.take(change, now())),
+                Some(change) = self.changes.next() => self.watched.take(change, now()),
                 Some((number, answer)) = life.answers.next(), if !life.answers.is_empty() => {
                     self.take_answer(life, number, answer).await?;
                     self.begin(life).await;
@@ -193,7 +199,7 @@ impl Kubernetes {
         if self.renewed.is_some_and(|renewed| renewed.elapsed() < RENEW_EVERY) {
             return;
         }
-        match self.held.renew(None).await {
+        match self.lease.renew(None).await {
             Ok(()) => self.renewed = Some(Instant::now()),
             Err(error) => info!(error = error_chain(&error), "can't hold Lease flux-bridge"),
         }
@@ -201,15 +207,15 @@ impl Kubernetes {
 
     /// Decides by all that is known; nothing, if the Lease is not ours or something is not known yet.
     async fn decide(&mut self, life: &mut Life, memory: &mut Memory, now: Millis) -> Result<Decision, RpcError> {
-        let broker = life.flux.broker(self.held.broker(), now).await?;
+        let broker = life.flux.broker(self.lease.broker(), now).await?;
         let told = self.bridge.told.borrow().clone();
         let (Some(nodes), Some(kube_jobs)) = (self.watched.nodes(), self.watched.jobs()) else {
-            return Ok(Decision::default());
+            return Ok(Decision::loading());
         };
         let known = self.watched.pods.by_uid.values().filter(|pod| pod.is_bridged);
         let namespaces: BTreeSet<_> = known.clone().map(|pod| pod.namespace.clone()).collect();
         let Some(namespaces) = self.opted_in.among(&self.bridge.client, namespaces).await else {
-            return Ok(Decision::default());
+            return Ok(Decision::loading());
         };
         let theirs = known.filter(|pod| namespaces.contains(&pod.namespace));
         let facts: Facts = self.lookups.facts(&self.bridge.client, theirs, kube_jobs).await;
@@ -228,9 +234,9 @@ impl Kubernetes {
             refused: life.under_way.refused(),
             under_way: life.under_way.actions(),
         };
-        let may_decide = life.flux.is_whole && self.watched.is_listed && self.held.is_ours();
+        let may_decide = life.flux.is_whole && self.watched.is_listed && self.lease.is_ours();
         let began = Instant::now();
-        let decision = if may_decide { decide(&world, memory, now) } else { Decision::default() };
+        let decision = if may_decide { decide(&world, memory, now) } else { Decision::loading() };
         life.took = began.elapsed();
         life.flux.jobs = world.jobs.take().unwrap_or_default();
         self.watched.pods = world.pods.take().unwrap_or_default();
@@ -240,7 +246,7 @@ impl Kubernetes {
     /// Begins as much of what was decided as there is room for, while the Lease is ours.
     async fn begin(&mut self, life: &mut Life) {
         for action in std::mem::take(&mut life.decided) {
-            if !self.held.is_ours() {
+            if !self.lease.is_ours() {
                 return;
             }
             if !life.under_way.has_room_for(&action) {
@@ -248,7 +254,7 @@ impl Kubernetes {
                 continue;
             }
             if action == Action::StartQueues
-                && let Err(error) = self.held.renew(Some(&life.flux.name)).await
+                && let Err(error) = self.lease.renew(Some(&life.flux.name)).await
             {
                 info!(error = error_chain(&error), "can't name the broker in Lease flux-bridge");
                 continue;

@@ -72,22 +72,21 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Takes in a change. Returns false if nothing that the bridge decides by has changed.
-    pub(crate) fn take(&mut self, change: Change, now: Millis) -> bool {
+    /// Takes in a change.
+    pub(crate) fn take(&mut self, change: Change, now: Millis) {
         match change {
-            Change::Pod(event) => self.take_pod(*event, now),
-            Change::Node(event) => self.take_node(*event),
-            Change::Job(event) => self.take_job(*event),
+            Change::Pod(event) => drop(self.take_pod(*event, now)),
+            Change::Node(event) => drop(self.take_node(*event)),
+            Change::Job(event) => drop(self.take_job(*event)),
             Change::Failed(reason) => {
                 debug!(reason, "a watch begins again");
                 self.failure = Some(reason);
-                false
             }
         }
     }
 
     /// Why it is not known which pods, Nodes and Jobs there are; None if all have been listed.
-    pub(crate) fn lacks(&self) -> Option<String> {
+    pub(crate) fn waits_for(&self) -> Option<String> {
         let is_complete = self.is_listed && self.nodes.is_some() && self.jobs.is_some();
         (!is_complete)
             .then(|| self.failure.clone().unwrap_or_else(|| "pods, Nodes and Jobs are being listed".to_owned()))

@@ -37,9 +37,9 @@ fn left_out_but_one(left_out: IdSet, named: &IdSet) -> IdSet {
     left_out.0.into_iter().filter(|id| Some(*id) != kept).collect()
 }
 
-/// Number of physical cores that kubelet reserves for itself and the system. Rounded down, because many clouds reserve
-/// about 60m, which must not cost a whole core. But a pod can't have a core of which kubelet, our agent and other DaemonSets have a
-/// part: Flux would give out cores on each full node that no pod can have. kubelet counts hardware threads, Flux counts cores.
+/// Number of physical cores to leave to kubelet and the system. Without pods rounded down: many clouds reserve about 60m, which must
+/// not cost a core. With pods rounded up, our agent's request included: no pod can have the rest of such a core. Requests of other
+/// DaemonSets are not known here. kubelet counts hardware threads, Flux counts cores.
 fn reserved_cores(cpu: Cpu, cores: u32, has_pods: bool) -> u32 {
     let threads_per_core = (cpu.capacity / 1000 / u64::from(cores.max(1))).max(1);
     let reserved = cpu.capacity.saturating_sub(cpu.allocatable);
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn where_pods_are_scheduled_no_core_is_declared_of_which_others_have_a_part() {
+    fn with_pods_no_core_is_declared_that_kubelet_or_our_agent_has_a_part_of() {
         for (capacity, allocatable, cores, expected) in [
             ("8", "8", 8, "1-7"),
             ("8", "7940m", 8, "1-7"),

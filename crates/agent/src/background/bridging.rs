@@ -22,8 +22,20 @@ pub struct Bridging {
     /// Name of this agent's pod.
     identity: String,
     running: Option<Running>,
-    /// Where no bridge is to run: the broker whose queue is rid of what an earlier one has left there.
-    rid: Option<(i32, JoinHandle<()>)>,
+    cleanup: Option<Cleanup>,
+}
+
+/// Cancels the jobs that an earlier bridge left.
+struct Cleanup {
+    /// The process of the broker that it asks.
+    broker: i32,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Cleanup {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
 }
 
 struct Running {
@@ -41,15 +53,17 @@ impl Drop for Running {
 impl Bridging {
     /// `identity`: the name of this agent's pod.
     pub fn new(identity: &str) -> Self {
-        Self { identity: identity.to_owned(), running: None, rid: None }
+        Self { identity: identity.to_owned(), running: None, cleanup: None }
     }
 
     /// Begins, tells or ends the bridge, as it is wanted now.
     pub fn follow(&mut self, ops: &NodeOps, inputs: &NodeInputs) {
         let Some(roster) = roster(inputs) else {
             self.running = None;
-            return self.rid_of_jobs(inputs);
+            return self.cancel_left_jobs(inputs);
         };
+        // It would cancel the jobs of this bridge.
+        self.cleanup = None;
         let told = Told { roster: Arc::clone(roster), settings: settings(&inputs.spec) };
         match &self.running {
             Some(running) if !running.task.is_finished() => {
@@ -70,11 +84,15 @@ impl Bridging {
         }
     }
 
-    /// Begins to cancel what an earlier bridge has left, once in a life of the lead's broker: `spec.pods.enabled` was switched off.
-    fn rid_of_jobs(&mut self, inputs: &NodeInputs) {
+    /// Starts to cancel the jobs that an earlier bridge left when `spec.pods.enabled` was switched off. Once for each process of the
+    /// lead's broker.
+    fn cancel_left_jobs(&mut self, inputs: &NodeInputs) {
         let is_off = inputs.roster.as_ref().is_some_and(|roster| !roster.settings.pods) && !inputs.nothing_wanted;
-        let Some(pid) = lead_online(inputs).filter(|_| is_off) else { return };
-        if self.rid.as_ref().is_some_and(|(before, _)| *before == pid) {
+        let Some(broker) = lead_online(inputs).filter(|_| is_off) else {
+            self.cleanup = None;
+            return;
+        };
+        if self.cleanup.as_ref().is_some_and(|cleanup| cleanup.broker == broker) {
             return;
         }
         let task = tokio::spawn(async {
@@ -88,9 +106,7 @@ impl Bridging {
                 sleep(LOOK_AGAIN).await;
             }
         });
-        if let Some((_, before)) = self.rid.replace((pid, task)) {
-            before.abort();
-        }
+        self.cleanup = Some(Cleanup { broker, task });
     }
 
     /// What the bridge reports, if it runs.

@@ -49,6 +49,13 @@ pub struct Decision {
     pub wake: Option<Millis>,
 }
 
+impl Decision {
+    /// Nothing is to be done: pods or jobs are not known yet.
+    pub fn loading() -> Self {
+        Self { report: Report { standing: Standing::Loading, ..Report::default() }, ..Self::default() }
+    }
+}
+
 /// What people want to know about the bridge.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
@@ -96,9 +103,7 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
     let Some(broker) = world.broker.as_ref().filter(|broker| broker.in_run_since.is_some()) else {
         return Decision::default();
     };
-    let (Some(jobs), Some(pods)) = (&world.jobs, &world.pods) else {
-        return Decision { report: Report { standing: Standing::Loading, ..Report::default() }, ..Decision::default() };
-    };
+    let (Some(jobs), Some(pods)) = (&world.jobs, &world.pods) else { return Decision::loading() };
     let (bound, listed) = (being_bound(world, pods), listed(jobs));
     let mut round = Round::new((world, broker, jobs, pods), &bound, &listed, now);
     memory.told.retain(|uid, _| pods.by_uid.contains_key(uid));
