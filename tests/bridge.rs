@@ -299,7 +299,7 @@ async fn jobs_of_hosts_are_told_apart_from_pods_on_the_same_node() {
     let client = connect(&bed.brokers[0]).await;
     let held = async || {
         let instance = broker::status::instance(&client).await.unwrap();
-        bridge::ask_held(&client, &instance).await.unwrap()
+        bridge::ask_occupied(&client, &instance).await.unwrap()
     };
     let before = held().await;
     assert_eq!((before.by_host_jobs.to_string(), before.by_gangs), (String::new(), gangs.clone()));

@@ -472,10 +472,10 @@ pub struct FluxInstanceStatus {
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PodCounts {
-    /// Gangs that run.
+    /// Gangs that run; a single pod counts as one.
     #[serde(default)]
     pub running: u32,
-    /// Gangs that wait in Flux's queue.
+    /// Gangs that wait in Flux's queue; a single pod counts as one.
     #[serde(default)]
     pub queued: u32,
     /// Gangs that can't wait in the queue as they are; the condition `PodScheduled` of their pods says why.
@@ -484,7 +484,7 @@ pub struct PodCounts {
     /// Pods that run on cores which no job holds: Flux may give these to another job.
     #[serde(default)]
     pub uncovered: u32,
-    /// Why no pod has been scheduled for ten seconds, whatever waits. Unset: nothing keeps Flux from it.
+    /// What has kept Flux from scheduling pods for at least ten seconds. Unset: nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits_for: Option<String>,
 }

@@ -302,12 +302,11 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub allocated: Option<IdSet>,
-    /// Lead only: those of the allocated ranks on which host jobs hold resources, and not just pods that Flux has placed. Unset: on
-    /// all of them.
+    /// Lead only: the allocated ranks on which host jobs hold resources. Unset: all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub host_jobs: Option<IdSet>,
-    /// Lead only: ranks on which gangs of pods hold resources; a pod by itself is none.
+    /// Lead only: ranks on which gangs of more than one pod hold resources.
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
     #[schemars(with = "String")]
     pub gangs: IdSet,

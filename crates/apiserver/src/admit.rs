@@ -220,6 +220,18 @@ fn same_content(old: &Value, new: &Value) -> bool {
     content(old) == content(new)
 }
 
+/// Checks that `sent`, a `what`, names the object that the path names, if it names one.
+///
+/// # Errors
+/// [`ApiError::BadRequest`].
+pub fn check_name(what: &str, sent: &Value, name: &str) -> Result<(), ApiError> {
+    let named = meta(sent, "name");
+    if ["", name].contains(&named) {
+        return Ok(());
+    }
+    Err(ApiError::BadRequest(format!("the name of the {what} ({named}) does not match the name on the URL ({name})")))
+}
+
 fn check_identity(resource: &Resource, namespace: &str, name: &str, object: &Value) -> Result<(), ApiError> {
     let (version, kind) = (resource.api_version(), resource.kind);
     let bad = |why: String| Err(ApiError::BadRequest(why));
@@ -229,12 +241,7 @@ fn check_identity(resource: &Resource, namespace: &str, name: &str, object: &Val
             "the object is {sent_kind} of {sent_version}, but this path is for {kind:?} of {version:?}"
         ));
     }
-    if !["", name].contains(&meta(object, "name")) {
-        return bad(format!(
-            "the name of the object ({}) does not match the name on the URL ({name})",
-            meta(object, "name")
-        ));
-    }
+    check_name("object", object, name)?;
     let sent = meta(object, "namespace");
     if !["", namespace].contains(&sent) {
         return bad(format!(

@@ -106,6 +106,7 @@ impl Objects {
         let grace = pods::grace(resource, old, grace);
         let before = old["metadata"]["deletionGracePeriodSeconds"].as_i64();
         let mut object = old.clone();
+        // A second delete can only shorten the time.
         if before.is_none_or(|before| grace < before) {
             let marked = admit::terminating(resource, old, grace);
             if !resource.is_container() && !is_held(&marked) {

@@ -1,9 +1,9 @@
-//! What differs between pods and objects that only are: they are bound to a Node, and end before they are removed.
+//! What only pods have: they are bound to a Node, and their processes end before the object is removed.
 
 use serde_json::{Value, json};
 
 use super::{
-    admit::{is_terminating, meta, put, timestamp},
+    admit::{check_name, is_terminating, meta, put, timestamp},
     error::ApiError,
     resources::Resource,
 };
@@ -16,11 +16,7 @@ use super::{
 /// deleted, or has scheduling gates.
 pub fn bound(resource: &Resource, pod: &Value, binding: &Value) -> Result<Value, ApiError> {
     let name = meta(pod, "name");
-    let named = meta(binding, "name");
-    if !["", name].contains(&named) {
-        let why = format!("the name of the binding ({named}) does not match the name on the URL ({name})");
-        return Err(ApiError::BadRequest(why));
-    }
+    check_name("binding", binding, name)?;
     let target = &binding["target"];
     let node = target["name"].as_str().unwrap_or_default();
     if node.is_empty() || !["", "Node"].contains(&target["kind"].as_str().unwrap_or_default()) {
@@ -66,7 +62,5 @@ pub fn grace(resource: &Resource, object: &Value, asked: Option<i64>) -> i64 {
         return 0;
     }
     let own = || object["spec"]["terminationGracePeriodSeconds"].as_i64();
-    let wanted = asked.or_else(own).unwrap_or_default().max(0);
-    // A second delete can only shorten it.
-    object["metadata"]["deletionGracePeriodSeconds"].as_i64().map_or(wanted, |before| before.min(wanted))
+    asked.or_else(own).unwrap_or_default().max(0)
 }

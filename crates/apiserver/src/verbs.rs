@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::{
-    admit::{self, Mode, Part, meta},
+    admit::{self, Mode, Part, check_name, meta},
     error::ApiError,
     objects::Deleted,
     patch::Patch,
@@ -94,13 +94,7 @@ pub fn bind(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result<V
 pub fn evict(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result<Value, ApiError> {
     let (_, name) = target.object()?;
     let eviction: Value = decode(body)?;
-    if !["", name].contains(&meta(&eviction, "name")) {
-        let why = format!(
-            "the name of the eviction ({}) does not match the name on the URL ({name})",
-            meta(&eviction, "name")
-        );
-        return Err(ApiError::BadRequest(why));
-    }
+    check_name("eviction", &eviction, name)?;
     let (only_if, mode) = delete_options(mode, &eviction["deleteOptions"]);
     store.delete(target.resource, target.object()?, &only_if, mode)?;
     Ok(success(json!({})))

@@ -87,8 +87,8 @@ impl Lookups {
     }
 }
 
-/// Adds these to what is `known`, several at a time, and as many as there is time for `until` then. What can't be looked up counts as
-/// missing for as long as an answer counts.
+/// Asks for `names`, several at a time, until `until`, and adds the answers to `known`. A failed look-up counts as missing, as long as
+/// an answer counts.
 async fn look_up<T, F>(
     names: BTreeSet<Name>,
     ask: impl Fn(Name) -> F,

@@ -7,13 +7,13 @@
 mod begin;
 mod facts;
 mod flux;
-mod held;
 mod lease;
 mod opted_in;
 mod run;
 mod tell;
 mod under_way;
 mod watched;
+mod without_bridge;
 
 use std::sync::Arc;
 
@@ -24,8 +24,8 @@ use kube::Client;
 use pods::world::Settings;
 use tokio::sync::watch;
 
-pub use held::{ask_held, cancel_left};
 pub use run::run;
+pub use without_bridge::{ask_occupied, cancel_left};
 
 /// What the agent tells the bridge, as it changes.
 #[derive(Debug, Clone, PartialEq)]

@@ -72,7 +72,7 @@ impl UnderWay {
                 None
             }
             Answer::Refused(words) => {
-                let gang = self.begun.remove(at).action.serves().cloned();
+                let gang = self.begun.remove(at).action.paused_by_refusal().cloned();
                 self.refused.extend(gang.map(|gang| (gang, (words, Instant::now()))));
                 None
             }

@@ -19,7 +19,7 @@ use tracing::debug;
 use base::error_chain;
 use pods::{
     facts::{ANNOTATION_SUSPENDED, KubeJob, SuspendReason},
-    pod::{FORCED_HOLD, Phase, PodView},
+    pod::{FORCED_HOLD, PodView},
     time::Millis,
     world::Pods,
 };
@@ -75,9 +75,9 @@ impl Watched {
     /// Takes in a change.
     pub(crate) fn take(&mut self, change: Change, now: Millis) {
         match change {
-            Change::Pod(event) => drop(self.take_pod(*event, now)),
-            Change::Node(event) => drop(self.take_node(*event)),
-            Change::Job(event) => drop(self.take_job(*event)),
+            Change::Pod(event) => self.take_pod(*event, now),
+            Change::Node(event) => self.take_node(*event),
+            Change::Job(event) => self.take_job(*event),
             Change::Failed(reason) => {
                 debug!(reason, "a watch begins again");
                 self.failure = Some(reason);
@@ -108,22 +108,19 @@ impl Watched {
     }
 
     /// Takes in a pod that was read in answer to a conflict.
-    pub(crate) fn read(&mut self, pod: Option<&Pod>, uid: &str, now: Millis) -> bool {
+    pub(crate) fn read(&mut self, pod: Option<&Pod>, uid: &str, now: Millis) {
         match pod.filter(|pod| pod.uid().as_deref() == Some(uid)) {
             Some(pod) => self.keep_pod(pod),
             None => self.lose(uid, now),
         }
     }
 
-    fn take_pod(&mut self, event: Event<Pod>, now: Millis) -> bool {
+    fn take_pod(&mut self, event: Event<Pod>, now: Millis) {
         match event {
-            Event::Init => {
-                self.new_pods.clear();
-                false
-            }
+            Event::Init => self.new_pods.clear(),
             Event::InitApply(pod) => {
                 self.new_pods.extend(pod.uid());
-                self.keep_pod(&pod)
+                self.keep_pod(&pod);
             }
             Event::InitDone => {
                 let listed = std::mem::take(&mut self.new_pods);
@@ -134,67 +131,53 @@ impl Watched {
                 if !std::mem::replace(&mut self.is_listed, true) {
                     self.pods.listed = now;
                 }
-                true
             }
             Event::Apply(pod) => self.keep_pod(&pod),
             Event::Delete(pod) => {
                 // Its last state tells whether its containers had ended.
                 self.keep_pod(&pod);
-                self.lose(&pod.uid().unwrap_or_default(), now)
+                self.lose(&pod.uid().unwrap_or_default(), now);
             }
         }
     }
 
     /// Only pods that matter are kept: those that are bridged, and those that take room on a node.
-    fn keep_pod(&mut self, pod: &Pod) -> bool {
+    fn keep_pod(&mut self, pod: &Pod) {
         let view = PodView::of(pod, None);
-        let ended = matches!(view.phase, Phase::Succeeded | Phase::Failed);
-        if view.is_bridged || (view.node.is_some() && !ended) {
-            let before = self.pods.by_uid.insert(view.uid.clone(), view.clone());
-            before.as_ref() != Some(&view)
+        match view.is_bridged || (view.node.is_some() && !view.is_terminal()) {
+            true => drop(self.pods.by_uid.insert(view.uid.clone(), view)),
+            false => drop(self.pods.by_uid.remove(&view.uid)),
+        }
+    }
+
+    fn lose(&mut self, uid: &str, now: Millis) {
+        let Some(pod) = self.pods.by_uid.get_mut(uid) else { return };
+        if pod.node.is_none() || pod.is_terminal() {
+            self.pods.by_uid.remove(uid);
         } else {
-            self.pods.by_uid.remove(&view.uid).is_some()
+            pod.gone.get_or_insert(now);
         }
     }
 
-    fn lose(&mut self, uid: &str, now: Millis) -> bool {
-        let Some(pod) = self.pods.by_uid.get_mut(uid) else { return false };
-        let ended = matches!(pod.phase, Phase::Succeeded | Phase::Failed);
-        if pod.node.is_none() || ended {
-            return self.pods.by_uid.remove(uid).is_some();
-        }
-        let is_new = pod.gone.is_none();
-        pod.gone.get_or_insert(now);
-        is_new
-    }
-
-    fn take_node(&mut self, event: Event<Node>) -> bool {
+    fn take_node(&mut self, event: Event<Node>) {
         match event {
             Event::Init => self.new_nodes.clear(),
             Event::InitApply(node) => drop(self.new_nodes.insert(node.name_any(), slim(node))),
             Event::InitDone => self.nodes = Some(std::mem::take(&mut self.new_nodes)),
-            Event::Apply(node) => {
-                let (name, node) = (node.name_any(), slim(node));
-                let nodes = self.nodes.get_or_insert_default();
-                return nodes.insert(name, node.clone()) != Some(node);
-            }
+            Event::Apply(node) => drop(self.nodes.get_or_insert_default().insert(node.name_any(), slim(node))),
             Event::Delete(node) => drop(self.nodes.get_or_insert_default().remove(&node.name_any())),
         }
-        true
     }
 
-    fn take_job(&mut self, event: Event<Job>) -> bool {
+    fn take_job(&mut self, event: Event<Job>) {
+        let uid = |job: &Job| job.uid().unwrap_or_default();
         match event {
             Event::Init => self.new_jobs.clear(),
-            Event::InitApply(job) => drop(self.new_jobs.insert(job.uid().unwrap_or_default(), kube_job(&job))),
+            Event::InitApply(job) => drop(self.new_jobs.insert(uid(&job), kube_job(&job))),
             Event::InitDone => self.jobs = Some(std::mem::take(&mut self.new_jobs)),
-            Event::Apply(job) => {
-                let view = kube_job(&job);
-                return self.jobs.get_or_insert_default().insert(view.uid.clone(), view.clone()) != Some(view);
-            }
-            Event::Delete(job) => drop(self.jobs.get_or_insert_default().remove(&job.uid().unwrap_or_default())),
+            Event::Apply(job) => drop(self.jobs.get_or_insert_default().insert(uid(&job), kube_job(&job))),
+            Event::Delete(job) => drop(self.jobs.get_or_insert_default().remove(&uid(&job))),
         }
-        true
     }
 }
 

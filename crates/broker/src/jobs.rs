@@ -121,9 +121,9 @@ pub async fn finish(client: &Client, id: JobId, status: i32) -> Result<bool, Rpc
     }
 }
 
-/// Which jobs [`own`] returns.
+/// JobStates jobs [`own_jobs`] returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Which {
+pub enum JobStates {
     /// Those that hold resources, with their R.
     Running,
     /// Those that have not ended, without their R.
@@ -136,7 +136,11 @@ pub enum Which {
 ///
 /// # Errors
 /// [`RpcError`]; a timeout if the lead is gone.
-pub async fn own(client: &Client, which: Which, is_meant: impl Fn(&str) -> bool) -> Result<Vec<JobEvents>, RpcError> {
+pub async fn own_jobs(
+    client: &Client,
+    states: JobStates,
+    is_meant: impl Fn(&str) -> bool,
+) -> Result<Vec<JobEvents>, RpcError> {
     #[derive(Deserialize)]
     struct Listed {
         jobs: Vec<Entry>,
@@ -148,23 +152,23 @@ pub async fn own(client: &Client, which: Which, is_meant: impl Fn(&str) -> bool)
         name: String,
     }
     let topic = "job-list.list";
-    let state = match which {
-        Which::Running => "running",
-        Which::Active => "active",
+    let state = match states {
+        JobStates::Running => "running",
+        JobStates::Active => "active",
     };
     let constraint = json!({ "and": [{ "states": [state] }, { "userid": [client.uid()] }] });
     let query = json!({ "max_entries": 0, "attrs": ["name"], "constraint": constraint });
     let Listed { jobs } = parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?;
-    let meant = jobs.into_iter().filter(|job| is_meant(&job.name)).map(|job| known(client, job.id, which));
+    let meant = jobs.into_iter().filter(|job| is_meant(&job.name)).map(|job| details(client, job.id, states));
     stream::iter(meant).buffer_unordered(AT_ONCE).try_filter_map(async |job| Ok(job)).try_collect().await
 }
 
 /// What the job manager knows about a job; None if it has forgotten the job, or a job that was running has no resources.
-async fn known(client: &Client, id: JobId, which: Which) -> Result<Option<JobEvents>, RpcError> {
+async fn details(client: &Client, id: JobId, states: JobStates) -> Result<Option<JobEvents>, RpcError> {
     let topic = "job-manager.getattr";
-    let attributes: &[&str] = match which {
-        Which::Running => &["jobspec", "eventlog", "R"],
-        Which::Active => &["jobspec", "eventlog"],
+    let attributes: &[&str] = match states {
+        JobStates::Running => &["jobspec", "eventlog", "R"],
+        JobStates::Active => &["jobspec", "eventlog"],
     };
     match client.rpc_within(LEAD_TIMEOUT, topic, LEAD, json!({ "id": id, "attrs": attributes })).await {
         Ok(mut answer) => {

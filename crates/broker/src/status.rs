@@ -100,7 +100,7 @@ pub struct InstanceStatus {
     pub declared: ResourceSet,
     /// The resources behind `allocated`, by rank.
     #[serde(skip)]
-    pub held: ResourceSet,
+    pub allocated_resources: ResourceSet,
     /// The names of all ranks, including excluded ones.
     #[serde(skip)]
     pub names: BTreeMap<u32, String>,
@@ -259,7 +259,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default(), since: why.timestamp })
     });
     let free = scheduler.free();
-    let (declared, held) = (scheduler.all.unwrap_or_default(), scheduler.allocated.unwrap_or_default());
+    let (declared, allocated_resources) = (scheduler.all.unwrap_or_default(), scheduler.allocated.unwrap_or_default());
     Ok(InstanceStatus {
         online,
         drained: drained.collect(),
@@ -267,9 +267,9 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
         torpid: resources.torpid,
         all: declared.amount(),
         down: scheduler.down.map(|set| set.amount()).unwrap_or_default(),
-        allocated: held.amount(),
+        allocated: allocated_resources.amount(),
         declared,
-        held,
+        allocated_resources,
         names: resources.all.names(),
         free,
     })

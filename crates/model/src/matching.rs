@@ -17,8 +17,8 @@ pub fn selects(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> b
     equal && set_based
 }
 
-/// True if a requirement with this operator and these values holds for `value`; None if there is no such label. Only the
-/// operators that every kind of selector has; any other holds for nothing.
+/// True if a requirement holds. `value`: the label's value, None if the object has no such label. An operator that only some selectors
+/// have holds for nothing.
 pub fn holds(operator: &str, values: &[String], value: Option<&str>) -> bool {
     let listed = value.is_some_and(|value| values.iter().any(|listed| listed == value));
     match operator {

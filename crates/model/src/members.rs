@@ -86,7 +86,7 @@ struct Load {
 
 impl Load {
     /// No host job runs there, and none will.
-    fn is_kept_idle(self) -> bool {
+    fn gets_no_host_jobs(self) -> bool {
         self.is_drained && self.is_without_host_jobs
     }
 }
@@ -219,7 +219,7 @@ impl<'a> Members<'a> {
             }
         }
         let may_get_jobs = |(rank, facts): (&Rank, &Facts)| {
-            (!facts.load.is_kept_idle() && !self.lost_by_lead.contains(rank)).then_some(*rank)
+            (!facts.load.gets_no_host_jobs() && !self.lost_by_lead.contains(rank)).then_some(*rank)
         };
         let above_others = self.above(self.ranks.iter().filter_map(may_get_jobs));
         if let Some(above_jobs) = &mut self.above_jobs {
@@ -306,18 +306,18 @@ impl<'a> Members<'a> {
     }
 
     /// True if, according to the lead, no host job runs on `rank`, and the lead gives it none: it is drained or excluded.
-    pub fn is_kept_idle(&self, rank: Rank) -> bool {
-        self.load(rank).is_kept_idle()
+    pub fn gets_no_host_jobs(&self, rank: Rank) -> bool {
+        self.load(rank).gets_no_host_jobs()
     }
 
-    /// As [`Self::is_kept_idle`], and no gang runs there. Single pods may.
-    pub fn is_kept_without_gangs(&self, rank: Rank) -> bool {
-        self.is_kept_idle(rank) && self.load(rank).is_without_gangs
+    /// As [`Self::gets_no_host_jobs`], and no gang runs there. Single pods may.
+    pub fn gets_no_jobs_but_single_pods(&self, rank: Rank) -> bool {
+        self.gets_no_host_jobs(rank) && self.load(rank).is_without_gangs
     }
 
-    /// As [`Self::is_kept_idle`], and no pod runs there either: nothing holds any of its resources.
-    pub fn is_kept_free(&self, rank: Rank) -> bool {
-        self.is_kept_idle(rank) && self.load(rank).is_free
+    /// As [`Self::gets_no_host_jobs`], and no pod runs there either: nothing holds any of its resources.
+    pub fn gets_no_jobs_at_all(&self, rank: Rank) -> bool {
+        self.gets_no_host_jobs(rank) && self.load(rank).is_free
     }
 
     /// True if jobs run below `rank` in a deep tree, or a rank there may get one at any moment. If the broker of `rank`
@@ -354,77 +354,5 @@ pub(crate) fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::roster::tests::World;
-
-    fn report<'a>(world: &'a mut World, node: &str) -> &'a mut FluxNodeStatus {
-        world.reports.get_mut(node).unwrap()
-    }
-
-    #[test]
-    fn each_member_has_one_state() {
-        use MemberState::*;
-        type Edit = fn(&mut World);
-        let cases: [(&str, Edit, u32, MemberState); 16] = [
-            ("it is online", |_| {}, 1, Online),
-            ("no rank", |_| {}, 99, Vacant),
-            ("no member", |world| world.roster.as_mut().unwrap().ranks.get_mut(&1).unwrap().vacate(), 1, Vacant),
-            ("no report", |world| drop(world.reports.remove("node2")), 1, NotReported),
-            ("no broker", |world| report(world, "node2").adopted = None, 1, NotRunning),
-            ("another rank", |world| report(world, "node2").adopted.as_mut().unwrap().rank = 2, 1, Elsewhere),
-            ("another epoch", |world| report(world, "node2").adopted.as_mut().unwrap().epoch += 1, 1, Elsewhere),
-            (
-                "another instance",
-                |world| report(world, "node2").adopted.as_mut().unwrap().instance_id = "other".into(),
-                1,
-                Elsewhere,
-            ),
-            ("it joins", |world| report(world, "node2").phase = NodePhase::Starting, 1, ComingUp),
-            ("it is drained", |world| report(world, "node2").phase = NodePhase::Draining, 1, Online),
-            ("it doesn't answer", |world| report(world, "node2").phase = NodePhase::Offline, 1, Offline),
-            ("the lead has lost it", |world| report(world, "node1").offline = vec![1], 1, Lost),
-            (
-                "it doesn't answer, and the lead has lost it",
-                |world| {
-                    report(world, "node2").phase = NodePhase::Offline;
-                    report(world, "node1").offline = vec![1];
-                },
-                1,
-                Lost,
-            ),
-            (
-                "it doesn't answer, and the lead gives it no jobs",
-                |world| {
-                    report(world, "node2").phase = NodePhase::Offline;
-                    report(world, "node1").torpid = "1".parse().unwrap();
-                    report(world, "node1").allocated = Some("2".parse().unwrap());
-                },
-                1,
-                Lost,
-            ),
-            (
-                "it doesn't answer and gets no new jobs, but has one",
-                |world| {
-                    report(world, "node2").phase = NodePhase::Offline;
-                    report(world, "node1").torpid = "1".parse().unwrap();
-                    report(world, "node1").allocated = Some("1".parse().unwrap());
-                },
-                1,
-                Offline,
-            ),
-            (
-                "the lead, and nobody hears it",
-                |world| ["node2", "node3"].into_iter().for_each(|node| report(world, node).lead_unreachable = true),
-                0,
-                Lost,
-            ),
-        ];
-        for (what, change, rank, expected) in cases {
-            let mut world = World::up(3);
-            change(&mut world);
-            let members = Members::observe(&world.seen(), world.roster.as_ref().unwrap());
-            assert_eq!(members.state(rank), expected, "{what}");
-        }
-    }
-}
+#[path = "members_tests.rs"]
+mod tests;

@@ -166,8 +166,9 @@ impl Reason {
 }
 
 impl Action {
-    /// The gang that waits for it. What ends a job or tells people is not among these: it is tried again at once.
-    pub fn serves(&self) -> Option<&GangId> {
+    /// The gang that is left alone for a while if this is refused. None for what ends a job or tells people: that is tried again at
+    /// once.
+    pub fn paused_by_refusal(&self) -> Option<&GangId> {
         match self {
             Self::Submit(request) | Self::Resubmit { request, .. } => Some(&request.record.gang),
             Self::Bind(binding) => Some(&binding.gang),

@@ -240,7 +240,8 @@ impl<'a> Gang<'a> {
     }
 }
 
-/// A gang's name goes into each of its jobs, and onto the terminals of all who list them. The rules are those of a label's value.
+/// A gang's name goes into each of its jobs, and onto the terminals of all who list them, so only the characters of a label's value
+/// are allowed.
 fn is_gang_name(name: &str) -> bool {
     let is_fine = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     (1..=LONGEST_NAME).contains(&name.len()) && name.bytes().all(is_fine)

@@ -233,7 +233,7 @@ fn a_job_of_another_namespace_or_name_owns_no_pod() {
 }
 
 #[test]
-fn a_gang_has_a_name_that_a_label_could_have() {
+fn a_gangs_name_has_only_the_characters_of_a_label() {
     for (name, is_fine) in
         [("g", true), ("a.B-c_9", true), ("", false), ("a b", false), ("a\u{1b}[2J", false), ("é", false)]
     {

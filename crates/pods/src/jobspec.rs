@@ -95,7 +95,7 @@ impl Shape {
 }
 
 /// True if a bridged job may have this name: `NAMESPACE/NAME`.
-pub fn may_be_name(name: &str) -> bool {
+pub fn could_be_bridged(name: &str) -> bool {
     name.contains('/')
 }
 

@@ -35,10 +35,10 @@ mod fixture;
 pub mod gangs;
 #[cfg(test)]
 mod gangs_tests;
-pub mod held;
 pub mod jobs;
 pub mod jobspec;
 pub mod node_rules;
+pub mod occupied;
 pub mod place;
 #[cfg(test)]
 mod place_tests;

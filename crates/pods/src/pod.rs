@@ -156,7 +156,7 @@ impl PodView {
             uid: owner.uid.clone(),
         });
         let both = |name: &str, size: &str| Some((labels.get(name)?.clone(), labels.get(size)?.clone()));
-        // Anybody's words may be long, and are kept as long as the pod: one character more than may be is enough to refuse them.
+        // Users choose how long these are, and they stay in memory. One character too many is enough to refuse them.
         let short = |text: &String| text.chars().take(LONGEST_NAME + 1).collect::<String>();
         let size = || annotation(ANNOTATION_GANG_SIZE).map(short).unwrap_or_default();
         let hints = Hints {

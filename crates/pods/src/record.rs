@@ -17,7 +17,7 @@ pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
 pub const LONGEST_NAME: usize = 63;
 
 /// Longest text of a [`PodRecord`], in bytes: many times that of all cores of a big node.
-const LONGEST: usize = 4096;
+const LONGEST_RECORD: usize = 4096;
 
 /// What a bound pod says about its cores.
 #[derive(Deserialize, Clone, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub struct PodRecord {
 impl PodRecord {
     /// Reads the annotation; None if it is none of ours.
     pub fn read(annotation: &str) -> Option<Self> {
-        (annotation.len() <= LONGEST).then(|| serde_json::from_str(annotation).ok())?
+        (annotation.len() <= LONGEST_RECORD).then(|| serde_json::from_str(annotation).ok())?
     }
 
     /// The annotation's text.

@@ -32,8 +32,8 @@ pub struct World {
     pub facts: Facts,
     /// Namespaces in which the bridge may bind, tell, evict and suspend.
     pub namespaces: BTreeSet<String>,
-    /// What Flux or the API server has refused a short while ago, in its words: such actions are left alone until it is no longer
-    /// here. By gang.
+    /// By gang: why Flux or the API server refused an action for it a short while ago. While a gang is listed, such actions are not
+    /// repeated ([`Action::paused_by_refusal`]).
     pub refused: BTreeMap<GangId, String>,
     /// Actions that were begun and whose result is not in this world yet.
     pub under_way: Vec<Action>,

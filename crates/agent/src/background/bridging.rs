@@ -2,7 +2,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::{sync::watch, task::JoinHandle, time::sleep};
+use tokio::{sync::watch, time::sleep};
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, info};
 
 use crate::{
@@ -29,25 +30,13 @@ pub struct Bridging {
 struct Cleanup {
     /// The process of the broker that it asks.
     broker: i32,
-    task: JoinHandle<()>,
-}
-
-impl Drop for Cleanup {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 struct Running {
     told: watch::Sender<Told>,
     counts: watch::Receiver<PodCounts>,
-    task: JoinHandle<()>,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    task: AbortOnDropHandle<()>,
 }
 
 impl Bridging {
@@ -79,7 +68,8 @@ impl Bridging {
                     identity: self.identity.clone(),
                     report,
                 };
-                self.running = Some(Running { told: sender, counts, task: tokio::spawn(bridge::run(bridge)) });
+                let task = AbortOnDropHandle::new(tokio::spawn(bridge::run(bridge)));
+                self.running = Some(Running { told: sender, counts, task });
             }
         }
     }
@@ -106,7 +96,7 @@ impl Bridging {
                 sleep(LOOK_AGAIN).await;
             }
         });
-        self.cleanup = Some(Cleanup { broker, task });
+        self.cleanup = Some(Cleanup { broker, _task: AbortOnDropHandle::new(task) });
     }
 
     /// What the bridge reports, if it runs.

@@ -3,7 +3,8 @@
 
 use std::{future::Future, io, net::SocketAddr, time::Duration};
 
-use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::sleep};
+use tokio::{net::TcpListener, sync::watch, time::sleep};
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{info, warn};
 
 /// How often a port that is taken is tried again.
@@ -15,7 +16,7 @@ pub struct Port {
     what: &'static str,
     /// Why the agent can't bind it; None if it has.
     trouble: watch::Receiver<Option<String>>,
-    task: JoinHandle<()>,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl Port {
@@ -45,7 +46,7 @@ impl Port {
                 listener = TcpListener::bind(address).await;
             }
         });
-        Self { address, what, trouble, task }
+        Self { address, what, trouble, _task: AbortOnDropHandle::new(task) }
     }
 
     /// Its address, if the agent has bound it.
@@ -66,12 +67,6 @@ fn why(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::AddrInUse => "another process listens there, end it (`ss -lntp` names it)".to_owned(),
         _ => error.to_string(),
-    }
-}
-
-impl Drop for Port {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 

@@ -15,7 +15,7 @@ use tokio::{
 use tracing::debug;
 
 use api::{BROKER_RUN_DIR, IdSet};
-use bridge::ask_held;
+use bridge::ask_occupied;
 use broker::{
     pending::{Pending, pending},
     rfc3::{Client, RpcError},
@@ -24,7 +24,7 @@ use broker::{
 use host::files::{host_path, open_in_host_root};
 use hostapi::HostView;
 use model::hostlist;
-use pods::held::Held;
+use pods::occupied::Occupied;
 
 /// Pause between two attempts to connect to a socket that does not exist yet.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -51,7 +51,7 @@ pub struct BrokerState {
     /// Lead only: allocated and drained ranks; None if not known.
     pub instance: Option<InstanceStatus>,
     /// Lead only: where host jobs and gangs run; None if not known.
-    pub held: Option<Held>,
+    pub occupied: Option<Occupied>,
     /// Lead only: what pending jobs wait for; None if not known.
     pub pending: Option<Pending>,
     /// Lead only: the job that has been first in the queue since then, although what it asks for was free.
@@ -251,8 +251,8 @@ async fn follow_one(client: &Client, sender: &watch::Sender<BrokerState>, ask: &
             },
             () = async { tokio::select! { _ = every.tick() => {}, () = ask.notified() => {} } } => {
                 let instance = if rank == "0" { instance(client).await.ok() } else { None };
-                let (held, pending) = match &instance {
-                    Some(instance) => (ask_held(client, instance).await.ok(), pending(client, instance).await.ok()),
+                let (occupied, pending) = match &instance {
+                    Some(instance) => (ask_occupied(client, instance).await.ok(), pending(client, instance).await.ok()),
                     None => (None, None),
                 };
                 let state = state(client).await;
@@ -260,7 +260,7 @@ async fn follow_one(client: &Client, sender: &watch::Sender<BrokerState>, ask: &
                     let next = match state {
                         Ok(state) => {
                             let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
-                            let mut next = BrokerState { instance, held, pending, fits_since, silent_since: None, ..live.clone() };
+                            let mut next = BrokerState { instance, occupied, pending, fits_since, silent_since: None, ..live.clone() };
                             next.enter(state.state);
                             next
                         }

@@ -10,10 +10,8 @@ use std::{
 };
 
 use kube::{Api, Client, ResourceExt};
-use tokio::{
-    sync::{Notify, watch},
-    task::JoinHandle,
-};
+use tokio::sync::{Notify, watch};
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use super::{
@@ -35,13 +33,7 @@ use hostapi::{HostView, Preflight};
 /// Follows the broker's log below one prefix, until it is dropped.
 struct LogTask {
     prefix: PathBuf,
-    task: JoinHandle<()>,
-}
-
-impl Drop for LogTask {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 /// The FluxInstance as it was last read. It stays known while the API server is away.
@@ -285,7 +277,7 @@ impl Sources {
         if self.log.as_ref().map(|log| &log.prefix) != prefix.as_ref() {
             self.log = prefix.map(|prefix| {
                 let task = broker_log::follow(prefix.clone(), self.rejected.clone());
-                LogTask { prefix, task }
+                LogTask { prefix, _task: AbortOnDropHandle::new(task) }
             });
         }
     }

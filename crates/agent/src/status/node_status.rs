@@ -70,7 +70,7 @@ pub fn node_status(
     let host = &inputs.host;
     let is_lead = inputs.runs_lead();
     let instance = inputs.broker.instance.as_ref().filter(|_| is_lead);
-    let held = inputs.broker.held.as_ref().filter(|_| is_lead);
+    let occupied = inputs.broker.occupied.as_ref().filter(|_| is_lead);
     let newest = || host.environments.last().cloned();
     let no_drains = BTreeMap::new();
     let copy = host.roster.clone().filter(|_| inputs.roster_is_gone && leads(host, inputs.own_spec()));
@@ -98,10 +98,10 @@ pub fn node_status(
         unknown_broker: host.unknown.is_some(),
         allocated: instance.map(|instance| instance.allocated.ranks.clone()),
         // Without pods, all that is allocated is host jobs'.
-        host_jobs: held
-            .map(|held| held.by_host_jobs.clone())
+        host_jobs: occupied
+            .map(|occupied| occupied.by_host_jobs.clone())
             .filter(|host_jobs| instance.is_some_and(|instance| instance.allocated.ranks != *host_jobs)),
-        gangs: held.map(|held| held.by_gangs.clone()).unwrap_or_default(),
+        gangs: occupied.map(|occupied| occupied.by_gangs.clone()).unwrap_or_default(),
         pending_nodes: inputs.broker.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
         pods: inputs.pods.clone().filter(|_| is_lead),
         held_back_job: inputs.broker.fits_since.filter(|_| is_lead).and_then(|held| held_back(held, inputs.at)),

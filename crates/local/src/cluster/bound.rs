@@ -148,7 +148,7 @@ impl BoundPods {
             };
             self.clear(pod).await;
             info!(node = self.machine, pod = pod.name_any(), ?end, "a pod has ended");
-            self.report(pod, container_status::ended(pod, &end)).await;
+            self.report(pod, container_status::ended(pod, &end, Timestamp::now())).await;
         }
         self.all.until_deleted(pod).await;
         remove(&self.client, pod).await;

@@ -1,7 +1,5 @@
 //! A container of a pod, as far as it is simulated: one process in its node, with the node's own files, in a cgroup of the
-//! pod below the node's `kubepods`.
-//!
-//! This process replaces containerd's shim: it enters the node, starts the container's process, and exits with it.
+//! pod below the node's `kubepods`. Its parent is a [`shim`].
 
 use std::process::{Child, Command, ExitCode, Stdio};
 
@@ -9,9 +7,13 @@ use k8s_openapi::api::core::v1::Container;
 use nix::unistd::chdir;
 use serde::{Deserialize, Serialize};
 
-use super::{cgroup, control::report_line, layout::Layout, pod::enter_node};
+use super::{
+    cgroup,
+    layout::Layout,
+    shim::{self, enter_node},
+};
 use crate::error::{Context, LocalError};
-use host::{HOST_PATH, exit_code};
+use host::HOST_PATH;
 
 /// What a container runs.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
@@ -46,17 +48,7 @@ pub(crate) async fn run(layout: &Layout, node: &str, init: i32, uid: &str) -> Re
     let cluster = layout.load()?;
     let process: Process = serde_json::from_reader(std::io::stdin()).context(|| "can't read what to run".to_owned())?;
     cgroup::enter(&cluster.pod_cgroup(node, uid))?;
-    let finished = tokio::task::spawn_blocking(move || {
-        let thread = std::thread::spawn(move || start(init, &process));
-        let mut child = match thread.join() {
-            Ok(started) => started?,
-            Err(_) => return Err(LocalError::Panicked("starts the container".to_owned())),
-        };
-        report_line(&child.id().to_string())?;
-        child.wait().context(|| "lost the container".to_owned())
-    });
-    let status = finished.await.context(|| "lost the container".to_owned())??;
-    Ok(exit_code(status))
+    shim::run("container", move || start(init, &process)).await
 }
 
 fn start(init: i32, process: &Process) -> Result<Child, LocalError> {

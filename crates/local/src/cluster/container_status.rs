@@ -57,29 +57,28 @@ pub(crate) fn running(pod: &Pod, address: Ipv4Addr, since: Timestamp) -> Value {
         // Its process has the node's network.
         "podIP": address,
         "startTime": since,
-        "conditions": [ready("True", None)],
+        "conditions": [ready("True", None, &since)],
         "containerStatuses": [container_status(pod, true, json!({ "running": { "startedAt": since } }))],
     })
 }
 
-/// The status of a pod whose container has ended; nothing starts it again.
-pub(crate) fn ended(pod: &Pod, end: &End) -> Value {
-    let now = Timestamp::now();
-    let started = Time(end.started.unwrap_or(now));
+/// The status of a pod whose container has ended at `now`; nothing starts it again.
+pub(crate) fn ended(pod: &Pod, end: &End, now: Timestamp) -> Value {
+    let (started, now) = (Time(end.started.unwrap_or(now)), Time(now));
     let terminated = json!({
-        "exitCode": end.code, "reason": end.reason, "message": end.message, "startedAt": started, "finishedAt": Time(now),
+        "exitCode": end.code, "reason": end.reason, "message": end.message, "startedAt": started, "finishedAt": now,
     });
     let (phase, reason) = if end.code == 0 { ("Succeeded", "PodCompleted") } else { ("Failed", "PodFailed") };
     json!({
         "phase": phase,
         "startTime": started,
-        "conditions": [ready("False", Some(reason))],
+        "conditions": [ready("False", Some(reason), &now)],
         "containerStatuses": [container_status(pod, false, json!({ "terminated": terminated }))],
     })
 }
 
-fn ready(status: &str, reason: Option<&str>) -> Value {
-    json!({ "type": "Ready", "status": status, "reason": reason, "lastTransitionTime": Time(Timestamp::now()) })
+fn ready(status: &str, reason: Option<&str>, since: &Time) -> Value {
+    json!({ "type": "Ready", "status": status, "reason": reason, "lastTransitionTime": since })
 }
 
 fn container_status(pod: &Pod, is_running: bool, state: Value) -> Value {
@@ -113,7 +112,7 @@ mod tests {
             (End::not_started("no".to_owned()), "Failed", 128, "StartError"),
             (End::lost(started), "Failed", 137, "ContainerStatusUnknown"),
         ] {
-            let status = ended(&pod(), &end);
+            let status = ended(&pod(), &end, started);
             let terminated = &status["containerStatuses"][0]["state"]["terminated"];
             assert_eq!((&status["phase"], &terminated["exitCode"]), (&json!(phase), &json!(code)), "{end:?}");
             assert_eq!(terminated["reason"], reason, "{end:?}");
@@ -124,7 +123,7 @@ mod tests {
     #[test]
     fn a_status_has_the_shape_that_an_api_server_accepts() {
         let running = running(&pod(), Ipv4Addr::LOCALHOST, Timestamp::UNIX_EPOCH);
-        let ended = ended(&pod(), &End::exited(Some(0), Timestamp::UNIX_EPOCH));
+        let ended = ended(&pod(), &End::exited(Some(0), Timestamp::UNIX_EPOCH), Timestamp::UNIX_EPOCH);
         for status in [running, ended] {
             let status: k8s_openapi::api::core::v1::PodStatus = serde_json::from_value(status).unwrap();
             assert!(status.start_time.is_some());

@@ -20,7 +20,7 @@ use super::{
     cgroup,
     control::{Client, NodeView, Request},
     layout::Layout,
-    pod::enter_node,
+    shim::enter_node,
 };
 use crate::error::{Context, LocalError};
 use host::{HOST_PATH, exit_code};

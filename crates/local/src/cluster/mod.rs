@@ -35,6 +35,7 @@ pub(crate) mod proxy;
 pub(crate) mod remove;
 pub(crate) mod restart;
 pub(crate) mod root;
+pub(crate) mod shim;
 pub(crate) mod spec;
 pub(crate) mod status;
 pub(crate) mod up;

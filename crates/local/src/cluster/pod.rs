@@ -1,7 +1,5 @@
 //! The agent's pod, as kubelet and containerd would make it from the DaemonSet: privileged, hostPID, hostNetwork, an
-//! image built `FROM scratch`, and a cgroup below the node's `kubepods`.
-//!
-//! This process replaces containerd's shim: it enters the node, starts the agent, and exits with it.
+//! image built `FROM scratch`, and a cgroup below the node's `kubepods`. Its parent is a [`shim`].
 
 use std::{
     fs::{self, File},
@@ -9,50 +7,23 @@ use std::{
     process::{Child, Command, ExitCode, Stdio},
 };
 
-use nix::sched::{CloneFlags, setns, unshare};
+use nix::sched::{CloneFlags, unshare};
 
 use super::{
     cgroup,
-    control::report_line,
     layout::{Cluster, Layout, node_number},
     mounts, root,
+    shim::{self, enter_node},
 };
 use crate::error::{Context, LocalError};
 use ::cluster::clock::OFF_VARIABLE;
 use base::redact::LOG_VARIABLE;
-use host::exit_code;
 
 /// Where the pod's root is mounted in the pod's mount namespace, hiding the node's own /tmp.
 const POD_ROOT: &str = "/tmp";
 
 /// Real pods have it in /dev, which here is the machine's own.
 const TERMINATION_LOG: &str = "/termination-log";
-
-/// Namespaces of a node's PID 1 in the order in which they are entered. The last one makes our own /proc unreachable.
-const NAMESPACES: [(&str, CloneFlags); 6] = [
-    ("ipc", CloneFlags::CLONE_NEWIPC),
-    ("uts", CloneFlags::CLONE_NEWUTS),
-    ("net", CloneFlags::CLONE_NEWNET),
-    ("cgroup", CloneFlags::CLONE_NEWCGROUP),
-    ("pid", CloneFlags::CLONE_NEWPID),
-    ("mnt", CloneFlags::CLONE_NEWNS),
-];
-
-/// Moves the calling thread into all namespaces of a node; no other code may use this thread. Its children are in the
-/// node's PID namespace.
-pub(crate) fn enter_node(init: i32) -> Result<(), LocalError> {
-    let mut open = Vec::new();
-    for (name, flag) in NAMESPACES {
-        let path = format!("/proc/{init}/ns/{name}");
-        open.push((name, flag, File::open(&path).context(|| format!("can't open {path}"))?));
-    }
-    // A thread that shares its root and working directory with other threads can't enter a mount namespace.
-    unshare(CloneFlags::CLONE_FS).context(|| "can't unshare the thread's file system attributes".to_owned())?;
-    for (name, flag, namespace) in open {
-        setns(&namespace, flag).context(|| format!("can't enter the node's {name} namespace"))?;
-    }
-    Ok(())
-}
 
 /// The pod to start.
 pub(crate) struct Pod {
@@ -74,17 +45,7 @@ pub(crate) async fn run(layout: &Layout, pod: Pod) -> Result<ExitCode, LocalErro
         .open(layout.agent_log(&pod.node))
         .context(|| format!("can't open {}", layout.agent_log(&pod.node).display()))?;
     cgroup::enter(&cluster.pod_cgroup(&pod.node, &pod.uid))?;
-    let finished = tokio::task::spawn_blocking(move || {
-        let thread = std::thread::spawn(move || start(&cluster, &pod, log));
-        let mut agent = match thread.join() {
-            Ok(started) => started?,
-            Err(_) => return Err(LocalError::Panicked("starts the pod".to_owned())),
-        };
-        report_line(&agent.id().to_string())?;
-        agent.wait().context(|| "lost the agent".to_owned())
-    });
-    let status = finished.await.context(|| "lost the agent".to_owned())??;
-    Ok(exit_code(status))
+    shim::run("agent", move || start(&cluster, &pod, log)).await
 }
 
 fn start(cluster: &Cluster, pod: &Pod, log: File) -> Result<Child, LocalError> {

@@ -92,6 +92,8 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
         return Err(LocalError::Usage(api::in_one_line(&wrong)));
     }
     let stand_in = choose_packages(up, &mut spec).await?;
+    // Pods would wait for ever: the stand-in has no queue.
+    spec.pods.enabled &= stand_in.is_none();
     let text = serde_norway::to_string(&spec).context(|| "can't write the spec as YAML".to_owned())?;
 
     let network = Network::connect()?;
@@ -164,8 +166,6 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
             let url = format!("file://{}/{}", root::IMAGE, stand_in::NAME);
             let sha256 = spec::sha256_of(&made.bundle())?;
             spec.packages = Packages { bundle: Some(BundleSource { url, sha256 }), ..Packages::default() };
-            // The stand-in has no queue for them.
-            spec.pods.enabled = false;
             Ok(Some(made))
         }
     }

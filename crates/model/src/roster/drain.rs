@@ -99,19 +99,19 @@ pub(super) fn leaving(roster: &Roster, rank: Rank) -> Option<&Draining> {
 /// True if a leaving member's broker may be stopped: the lead has drained the rank and no host job and no gang runs on it, and no
 /// host job below it, or `spec.drain.timeout` has passed. Single pods run on, on a node that is a member no more.
 pub fn may_stop(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) -> bool {
-    let is_unused = || gets_no_jobs(members, roster, rank) && !members.may_carry_jobs(rank);
+    let is_unused = || may_be_left(members, roster, rank) && !members.may_carry_jobs(rank);
     leaving(roster, rank).is_some() && (is_overdue(seen, roster, rank) || is_unused())
 }
 
 /// True if, according to the lead, no host job and no gang runs on `rank` and none will: the roster drains the rank, and the lead
 /// has done so.
-fn gets_no_jobs(members: &Members, roster: &Roster, rank: Rank) -> bool {
-    roster.ranks.get(&rank).is_some_and(|entry| entry.drain.is_some()) && members.is_kept_without_gangs(rank)
+fn may_be_left(members: &Members, roster: &Roster, rank: Rank) -> bool {
+    roster.ranks.get(&rank).is_some_and(|entry| entry.drain.is_some()) && members.gets_no_jobs_but_single_pods(rank)
 }
 
 /// As [`may_stop`], for a rank that has no member any more but still a broker.
 pub fn is_former_idle(members: &Members, rank: Rank) -> bool {
-    members.state(rank) == MemberState::Vacant && members.is_kept_idle(rank) && !members.may_carry_jobs(rank)
+    members.state(rank) == MemberState::Vacant && members.gets_no_host_jobs(rank) && !members.may_carry_jobs(rank)
 }
 
 /// True if `spec.drain.timeout` has passed since the member of `rank` was told to leave. Jobs that still run there are
@@ -126,7 +126,7 @@ pub fn is_overdue(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
 /// True if, according to the lead, nothing holds resources of `rank` and nothing will, and the drain is old enough that the lead's
 /// report can't be about an earlier one. `entry`: that of `rank`.
 pub(super) fn has_no_jobs_for_sure(seen: &Observed, members: &Members, rank: Rank, entry: &RosterEntry) -> bool {
-    entry.drain.as_ref().is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && members.is_kept_free(rank)
+    entry.drain.as_ref().is_some_and(|drain| seen.now - drain.since > REPORT_SECS) && members.gets_no_jobs_at_all(rank)
 }
 
 /// True if the member of `rank` has left: its agent reports that it stopped the broker in order to leave. A report

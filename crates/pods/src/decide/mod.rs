@@ -114,7 +114,7 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
         }
         true => serve(&mut round, memory),
     };
-    round.actions.retain(|action| action.serves().is_none_or(|gang| !world.refused.contains_key(gang)));
+    round.actions.retain(|action| action.paused_by_refusal().is_none_or(|gang| !world.refused.contains_key(gang)));
     Decision { actions: round.actions, report, wake: round.wake }
 }
 

@@ -72,13 +72,16 @@ pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     listed
 }
 
-fn bound_cores(world: &World, pods: &[&PodView], known: Known, now: Millis) -> BTreeMap<Rank, u32> {
-    let targets: BTreeMap<&str, &Target> =
-        world.targets.values().map(|target| (target.node.as_str(), target)).collect();
+/// How many cores of each rank belong to those of `pods` that the bridge has bound. `ranks`: the rank of each node.
+fn bound_cores<'a>(
+    pods: impl Iterator<Item = &'a PodView>,
+    ranks: &BTreeMap<&str, Rank>,
+    targets: &BTreeMap<Rank, Target>,
+) -> BTreeMap<Rank, u32> {
     let mut bound = BTreeMap::new();
-    for pod in pods.iter().filter(|pod| pod.holds(now) && !known.is_foreign(pod)) {
-        let Some(target) = pod.node.as_deref().and_then(|node| targets.get(node)) else { continue };
-        *bound.entry(target.rank).or_default() += cores(pod.requests.cpu, target.threads);
+    for pod in pods {
+        let Some(rank) = pod.node.as_deref().and_then(|node| ranks.get(node)) else { continue };
+        *bound.entry(*rank).or_default() += cores(pod.requests.cpu, targets[rank].threads);
     }
     bound
 }
@@ -99,6 +102,8 @@ impl<'a> Round<'a> {
         for (job, bridged) in jobs.bridged() {
             by_gang.entry(&bridged.record.gang).or_default().push((job, bridged));
         }
+        let ranks = world.targets.iter().map(|(rank, target)| (target.node.as_str(), *rank)).collect();
+        let ours = shown.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));
         Self {
             world,
             broker,
@@ -107,8 +112,8 @@ impl<'a> Round<'a> {
             now,
             gangs: gangs(shown.iter().copied(), known, now),
             usage: UsageByNode::of(shown.iter().copied(), |pod| known.is_foreign(pod), now),
-            bound: bound_cores(world, &shown, known, now),
-            ranks: world.targets.iter().map(|(rank, target)| (target.node.as_str(), *rank)).collect(),
+            bound: bound_cores(ours, &ranks, &world.targets),
+            ranks,
             members: world.targets.keys().copied().collect(),
             by_gang,
             busy: world.under_way.iter().filter_map(Action::occupies).collect(),
@@ -117,7 +122,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// How many cores of a rank Flux may still give to pods, at most: those that are not of pods which run.
+    /// The most cores of a rank that Flux may still give to pods: all but those of bound pods.
     pub fn may_be_free(&self, target: &Target) -> u32 {
         target.cores.saturating_sub(self.bound.get(&target.rank).copied().unwrap_or_default())
     }

@@ -22,6 +22,7 @@ use crate::{
     place::NoPlace,
     pod::PodView,
     record::PodRecord,
+    requests::cores,
     time::{Millis, SECOND},
 };
 
@@ -160,7 +161,7 @@ pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&
     let Some(mut avoided) = memory.avoided.remove(&gang.id) else { return BTreeSet::new() };
     avoided.retain(|rank| {
         let Some(target) = round.world.targets.get(rank) else { return false };
-        let slots = pods.iter().map(|pod| crate::requests::cores(pod.requests.cpu, target.threads)).max().unwrap_or(1);
+        let slots = pods.iter().map(|pod| cores(pod.requests.cpu, target.threads)).max().unwrap_or(1);
         let most = usize::try_from(round.may_be_free(target) / slots).unwrap_or(usize::MAX);
         let mut usage = round.usage.all(&target.node).clone();
         let most = if gang.spreads() { most.min(1) } else { most };

@@ -7,7 +7,7 @@ use crate::{jobs::Jobs, record::GangKind};
 
 /// The ranks on which jobs hold resources.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct Occupied {
     /// Those of host jobs: of all jobs that are not known to be gangs.
     pub by_host_jobs: IdSet,
     /// Those of gangs, unless one pod by itself is the gang. A rank may be in both.
@@ -16,7 +16,7 @@ pub struct Held {
 
 /// Tells apart what jobs hold. `allocated`: what the scheduler has given out. `jobs`: those that may be gangs, asked for after that:
 /// a gang that still holds its cores then has had them all the time, so no job that began in between is overlooked.
-pub fn held(allocated: &ResourceSet, jobs: &Jobs) -> Held {
+pub fn occupied(allocated: &ResourceSet, jobs: &Jobs) -> Occupied {
     let mut left = allocated.by_rank();
     let mut by_gangs = IdSet::default();
     for (job, bridged) in jobs.bridged() {
@@ -30,7 +30,7 @@ pub fn held(allocated: &ResourceSet, jobs: &Jobs) -> Held {
         }
     }
     left.retain(|_, kinds| kinds.values().any(|ids| !ids.is_empty()));
-    Held { by_host_jobs: left.into_keys().collect(), by_gangs }
+    Occupied { by_host_jobs: left.into_keys().collect(), by_gangs }
 }
 
 #[cfg(test)]
@@ -56,8 +56,8 @@ mod tests {
             item.r = Some(r(slots));
             jobs.apply(&item);
         }
-        let held = held(&serde_json::from_value(r(allocated)).unwrap(), &jobs);
-        [held.by_host_jobs.to_string(), held.by_gangs.to_string()]
+        let occupied = occupied(&serde_json::from_value(r(allocated)).unwrap(), &jobs);
+        [occupied.by_host_jobs.to_string(), occupied.by_gangs.to_string()]
     }
 
     #[test]
