@@ -78,8 +78,13 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
 
     let jobs = Api::<Job>::namespaced(token.clone(), "default");
     let patch = async |value: &Value| jobs.patch("theirs", &PatchParams::default(), &Patch::Merge(value)).await;
-    until_true("the policies to hold", async || patch(&json!({"metadata": {"labels": {"team": "b"}}})).await.is_err())
-        .await;
+    let mut tries = 0;
+    until_true("the policies to hold", async || {
+        // A label that an earlier try has set already is no change.
+        tries += 1;
+        patch(&json!({"metadata": {"labels": {"team": format!("try{tries}")}}})).await.is_err()
+    })
+    .await;
     let owner = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "gone", "uid": "u-1"});
     for wrong in [
         json!({"metadata": {"finalizers": ["example.org/mine"]}}),
