@@ -109,6 +109,10 @@ fn a_job_that_waits_for_a_gpu_outlives_a_driver_that_comes_late() {
     cluster.all_online(2);
     until_shown(&cluster, "node2", 2, 2, "");
     cluster.must(&["node", "node2", "power-off"]);
+    // Before that, Flux may start the job on the node, and lose it.
+    cluster.until("a node that is down", || {
+        (cluster.ask("node1", &["flux", "resource", "list", "-s", "up", "-no", "{nnodes}"])? == "1").then_some(())
+    });
     let pending = cluster.exec("node1", &["flux", "submit", "-n1", "-g2", "hostname"]);
     cluster.must(&["node", "node2", "power-on", "--cores", "2", "--gpus", "1"]);
     until_refused(&cluster, "drained node2 flux-distribute: it has 1 GPU for Flux, 2 are declared");
