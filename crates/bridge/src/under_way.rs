@@ -5,7 +5,13 @@ use std::{collections::BTreeMap, time::Duration};
 use tokio::time::Instant;
 
 use broker::job_id::JobId;
-use pods::{action::Action, facts::Facts, jobs::Jobs, record::GangId, world::Pods};
+use pods::{
+    action::Action,
+    facts::Facts,
+    jobs::Jobs,
+    record::GangId,
+    world::{PAUSE, Pods},
+};
 
 /// After an answer, how long its result may take to show. Then the action is forgotten, and decided again if it is still right.
 const SHOWS_WITHIN: Duration = Duration::from_secs(10);
@@ -13,9 +19,6 @@ const SHOWS_WITHIN: Duration = Duration::from_secs(10);
 const BINDINGS: usize = 8;
 /// At most so many other actions at a time.
 const OTHERS: usize = 64;
-
-/// How long what was refused is not tried again.
-const REFUSED_FOR: Duration = Duration::from_secs(15);
 
 /// How an action was answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,9 +83,9 @@ impl UnderWay {
         }
     }
 
-    /// What was refused a short while ago, by gang, with the words of who refused it.
+    /// What was refused less than [`PAUSE`] ago, by gang, with the words of who refused it.
     pub(crate) fn refused(&mut self) -> BTreeMap<GangId, String> {
-        self.refused.retain(|_, (_, at)| at.elapsed() < REFUSED_FOR);
+        self.refused.retain(|_, (_, at)| at.elapsed() < Duration::from_millis(PAUSE.unsigned_abs()));
         self.refused.iter().map(|(gang, (words, _))| (gang.clone(), words.clone())).collect()
     }
 

@@ -68,7 +68,7 @@ pub enum Cause {
     /// Somebody cancelled it.
     Canceled,
     /// No resources of the instance could satisfy it. With Flux's words.
-    Refused(String),
+    Denied(String),
     /// The bridge cancelled it.
     Ours,
     /// Anything else. With Flux's words.
@@ -198,7 +198,7 @@ impl Job {
                 let cause = match exception.kind.as_str() {
                     "cancel" if exception.note.starts_with(NOTE) => Cause::Ours,
                     "cancel" => Cause::Canceled,
-                    "alloc" => Cause::Refused(exception.note),
+                    "alloc" => Cause::Denied(exception.note),
                     kind => Cause::Other(format!("{kind}: {}", exception.note)),
                 };
                 self.ended_by.get_or_insert((cause, at));
@@ -277,7 +277,7 @@ mod tests {
             (json!([{"name": "alloc"}, {"name": "free"}, {"name": "clean"}]), Ended, None),
             (json!([exception("cancel", "", 0)]), Ending, Some(Cause::Canceled)),
             (json!([exception("cancel", &format!("{NOTE}restart"), 0), {"name": "clean"}]), Ended, Some(Cause::Ours)),
-            (json!([exception("alloc", unsatisfiable, 0)]), Ending, Some(Cause::Refused(unsatisfiable.into()))),
+            (json!([exception("alloc", unsatisfiable, 0)]), Ending, Some(Cause::Denied(unsatisfiable.into()))),
             (json!([exception("exec", "lost", 0)]), Ending, Some(Cause::Other("exec: lost".into()))),
             (json!([exception("warning", "late", 1)]), Pending, None),
             (json!([exception("cancel", "", 0), exception("alloc", "x", 0)]), Ending, Some(Cause::Canceled)),

@@ -7,19 +7,16 @@ use api::Rank;
 use crate::{
     action::Action,
     gangs::{Gang, Known, gangs},
-    jobs::{BridgedJob, Cause, Job, JobState, Jobs, NOTE},
+    jobs::{BridgedJob, Job, JobState, Jobs, NOTE},
     jobspec::JobRequest,
     pod::{FORCED_HOLD, Phase, PodView},
     record::{GangId, GangKind, JobRecord},
     requests::cores,
     target::Target,
-    time::{Millis, SECOND},
+    time::Millis,
     usage::UsageByNode,
     world::{Broker, Pods, Queues, World},
 };
-
-/// How long a gang is not submitted again after Flux has refused its job.
-const REFUSED_FOR: Millis = 30 * SECOND;
 
 pub(super) struct Round<'a> {
     pub world: &'a World,
@@ -191,17 +188,5 @@ impl<'a> Round<'a> {
             phases if phases.contains(&Some(Phase::Failed)) => 256,
             _ => 15,
         }
-    }
-
-    /// Why a gang with these jobs is not submitted again for a while: Flux's words.
-    pub fn refusal(&mut self, jobs: &[(&Job, &BridgedJob)]) -> Option<String> {
-        let ends = jobs.iter().filter_map(|(job, _)| job.ended_by.as_ref());
-        let refused = ends.filter_map(|(cause, at)| match cause {
-            Cause::Refused(words) | Cause::Other(words) => Some((at.saturating_add(REFUSED_FOR), words)),
-            Cause::Canceled | Cause::Ours => None,
-        });
-        let (until, words) = refused.max_by_key(|(until, _)| *until).filter(|(until, _)| *until > self.now)?;
-        self.wake_at(until);
-        Some(words.clone())
     }
 }

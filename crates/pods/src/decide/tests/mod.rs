@@ -17,11 +17,15 @@ use crate::{
     pod::{FORCED_HOLD, Phase, PodView},
     record::{GangId, GangKind, PodRecord},
     time::SECOND,
-    world::Queues,
+    world::{PAUSE, Queues},
 };
 
 fn gang(name: &str, size: u32) -> Vec<PodView> {
     (0..size).map(|n| annotated(&format!("{name}{n}"), name, size)).collect()
+}
+
+fn gang_id(name: &str) -> GangId {
+    GangId { kind: GangKind::Annotated, namespace: "default".into(), name: name.into(), uid: String::new() }
 }
 
 fn with_job(bed: &mut Bed, name: &str, size: u32) {
@@ -290,7 +294,7 @@ fn the_older_gang_is_first_though_it_was_submitted_again() {
 }
 
 #[test]
-fn a_job_that_flux_refuses_is_not_submitted_again_and_again() {
+fn a_job_that_flux_denies_is_not_submitted_again_and_again() {
     let mut bed = Bed::new(&[2]);
     bed.create([pod("a", 1)]);
     bed.deliver(usize::MAX, usize::MAX);
@@ -299,11 +303,11 @@ fn a_job_that_flux_refuses_is_not_submitted_again_and_again() {
         bed.decide().actions.iter().for_each(|action| bed.carry_out(action));
         assert_eq!(submits(&bed), count);
         bed.refuse(JobId(count as u64), "alloc denied");
-        bed.pass(30 * SECOND - 1);
+        bed.pass(PAUSE - 1);
         assert_eq!(submits(&bed), count);
         bed.set_time(bed.now + 1);
     }
-    assert_eq!(bed.told("a"), "Unschedulable: Flux refuses its job: alloc denied");
+    assert_eq!(bed.told("a"), "Unschedulable: Flux has ended its job: alloc denied");
 }
 
 #[test]
@@ -338,8 +342,7 @@ fn a_queued_gang_is_told_its_place_and_becomes_unschedulable_for_autoscalers() {
 fn what_was_refused_is_left_alone_and_told_and_the_rest_goes_on() {
     let mut bed = Bed::new(&[2, 2]);
     bed.create(gang("g", 2));
-    let id = GangId { kind: GangKind::Annotated, namespace: "default".into(), name: "g".into(), uid: String::new() };
-    bed.seen.refused.insert(id, "Flux refuses the job: job submission is disabled".into());
+    bed.seen.refused.insert(gang_id("g"), "Flux refuses the job: job submission is disabled".into());
     bed.create([pod("a", 1)]);
     bed.settle();
     assert_eq!((bed.bound(), bed.shown_jobs()), (vec!["a@node0".to_owned()], vec!["default/a 1x1 @0".to_owned()]));
