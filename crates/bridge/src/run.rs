@@ -181,7 +181,7 @@ impl Kubernetes {
     /// Takes in how an action was answered. If it may have been done and nothing tells, a pod is read; for a job the journal is read
     /// from its beginning, which is why that is an error.
     async fn take_answer(&mut self, life: &mut Life, number: u64, answer: Answer) -> Result<(), RpcError> {
-        match life.under_way.answer(number, answer) {
+        match life.under_way.answer(number, answer, Instant::now()) {
             Some(Action::Bind(binding)) => {
                 let PodRef { namespace, name, uid } = &binding.pod;
                 let pods: Api<Pod> = Api::namespaced(self.bridge.client.clone(), namespace);
@@ -222,7 +222,7 @@ impl Kubernetes {
         let targets = targets(&told.roster, nodes);
         let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::take(&mut life.flux.jobs));
         jobs.forget(now, |uid| pods.by_uid.contains_key(uid));
-        life.under_way.settle(&jobs, &pods, &facts);
+        life.under_way.settle(&jobs, &pods, &facts, Instant::now());
         let mut world = World {
             settings: told.settings,
             broker: Some(broker),
