@@ -45,8 +45,9 @@ type Known<T> = BTreeMap<Name, Entry<T>>;
 
 /// What is known about one object.
 struct Entry<T> {
-    /// The last answer; None before the first one. An object that does not exist is None in it.
-    answer: Option<Option<T>>,
+    /// The object, if there is one by the last answer.
+    found: Option<T>,
+    is_answered: bool,
     /// When it was asked for last, or wanted first.
     since: Instant,
 }
@@ -79,9 +80,9 @@ impl Lookups {
         let owners = pods.filter_map(|pod| pod.owner.as_ref());
         let owned: BTreeSet<&str> = owners.map(|owner| owner.uid.as_str()).collect();
         let group = |((namespace, name), entry): (&Name, &Entry<PodGroup>)| {
-            Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), entry.answer??.min_member))
+            Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), entry.found?.min_member))
         };
-        let claim = |(name, entry): (&Name, &Entry<Claim>)| Some((name.clone(), entry.answer.clone()??));
+        let claim = |(name, entry): (&Name, &Entry<Claim>)| Some((name.clone(), entry.found.clone()?));
         Facts {
             jobs: jobs
                 .iter()
@@ -118,12 +119,10 @@ where
     for (name, found) in answers {
         let Some(entry) = known.get_mut(&name) else { continue };
         match found {
-            Ok(found) => entry.answer = Some(found),
-            Err(error) => {
-                debug!(%error, "can't look up what a pod refers to");
-                entry.answer.get_or_insert(None);
-            }
+            Ok(found) => entry.found = found,
+            Err(error) => debug!(%error, "can't look up what a pod refers to"),
         }
+        entry.is_answered = true;
     }
 }
 
@@ -132,9 +131,9 @@ where
 fn due<T>(known: &mut Known<T>, wanted: BTreeSet<Name>, now: Instant) -> Vec<Name> {
     known.retain(|name, _| wanted.contains(name));
     for name in wanted {
-        known.entry(name).or_insert(Entry { answer: None, since: now });
+        known.entry(name).or_insert(Entry { found: None, is_answered: false, since: now });
     }
-    let is_due = |entry: &Entry<T>| entry.answer.is_none() || now.duration_since(entry.since) >= KNOWN_FOR;
+    let is_due = |entry: &Entry<T>| !entry.is_answered || now.duration_since(entry.since) >= KNOWN_FOR;
     let mut due: Vec<_> = known.iter().filter(|(_, entry)| is_due(entry)).collect();
     due.sort_by_key(|(_, entry)| entry.since);
     due.into_iter().map(|(name, _)| name.clone()).collect()
@@ -175,13 +174,13 @@ mod tests {
         let begin = Instant::now();
         let at = |seconds| begin + Duration::from_secs(seconds);
         let name = |name: &str| ("default".to_owned(), name.to_owned());
-        let entry = |answer, seconds| Entry::<u32> { answer, since: at(seconds) };
+        let entry = |is_answered, seconds| Entry::<u32> { found: None, is_answered, since: at(seconds) };
         let mut known: Known<u32> = [
-            (name("a"), entry(Some(Some(1)), 0)),
-            (name("b"), entry(Some(None), 9)),
-            (name("c"), entry(None, 8)),
-            (name("d"), entry(Some(Some(1)), 15)),
-            (name("gone"), entry(None, 0)),
+            (name("a"), entry(true, 0)),
+            (name("b"), entry(true, 9)),
+            (name("c"), entry(false, 8)),
+            (name("d"), entry(true, 15)),
+            (name("gone"), entry(false, 0)),
         ]
         .into();
         let wanted = ["a", "b", "c", "d", "new"].map(name).into();
@@ -202,6 +201,6 @@ mod tests {
         for _ in 0..2 {
             look_up(wanted.clone(), &ask, &mut known, Instant::now() + Duration::from_millis(10)).await;
         }
-        assert!(wanted.difference(&hang).all(|name| known[name].answer == Some(Some(1))));
+        assert!(wanted.difference(&hang).all(|name| known[name].found == Some(1)));
     }
 }
