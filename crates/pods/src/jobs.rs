@@ -92,6 +92,8 @@ pub struct Job {
     pub ended_by: Option<(Cause, Millis)>,
     /// When it ended.
     ended: Option<Millis>,
+    /// See [`Job::held`].
+    held: Vec<Slot>,
 }
 
 /// All active jobs, and those that ended a short while ago.
@@ -121,6 +123,7 @@ impl Jobs {
                 state: JobState::Pending,
                 ended_by: None,
                 ended: None,
+                held: Vec::new(),
             });
         }
         let Some(job) = self.by_id.get_mut(&events.id) else { return };
@@ -137,6 +140,11 @@ impl Jobs {
             let cancelled = matches!(job.ended_by, Some((Cause::Canceled, _)));
             job.ended.is_none_or(|ended| now < ended.saturating_add(REMEMBERED) || (cancelled && listed()))
         });
+    }
+
+    /// Forgets all others than these.
+    pub fn keep(&mut self, is_meant: impl Fn(JobId) -> bool) {
+        self.by_id.retain(|id, _| is_meant(*id));
     }
 
     /// All of them, by id: in the order in which they were submitted.
@@ -177,6 +185,11 @@ impl Job {
         }
     }
 
+    /// The slots that it holds, or may hold while it is ending.
+    pub fn held(&self) -> &[Slot] {
+        &self.held
+    }
+
     fn apply(&mut self, event: &Event, events: &JobEvents) {
         let at = millis(event.timestamp);
         match event.name.as_str() {
@@ -190,6 +203,7 @@ impl Job {
                 if let Err(error) = &slots {
                     self.ended_by = Some((Cause::Other(error.to_string()), at));
                 }
+                self.held = slots.clone().unwrap_or_default();
                 self.state = JobState::Allocated(slots);
             }
             "finish" if self.state != JobState::Ended => self.state = JobState::Ending,
@@ -210,6 +224,7 @@ impl Job {
             "free" | "clean" => {
                 self.state = JobState::Ended;
                 self.ended = Some(at);
+                self.held.clear();
             }
             _ => {}
         }
