@@ -9,7 +9,7 @@ use broker::{
 use serde_json::Value;
 
 use crate::{
-    allocation::{AllocationError, Slot, slots},
+    allocation::{AllocationError, Slot, one_slot_a_rank, slots},
     jobspec::Shape,
     record::JobRecord,
     time::{Millis, SECOND},
@@ -185,7 +185,7 @@ impl Job {
         }
     }
 
-    /// The slots that it holds, or may hold while it is ending.
+    /// The slots that it holds, or may hold while it is ending. A host job has one on each of its ranks.
     pub fn held(&self) -> &[Slot] {
         &self.held
     }
@@ -236,9 +236,12 @@ impl Job {
     }
 
     fn read_r(&self, events: &JobEvents) -> Result<Vec<Slot>, AllocationError> {
-        let Some(BridgedJob { shape, .. }) = self.bridged() else { return Ok(Vec::new()) };
         let r = events.resources().map_err(|error| AllocationError::Unreadable(base::error_chain(&error)))?;
-        slots(&r.unwrap_or_default(), shape.slots, shape.cores)
+        let r = r.unwrap_or_default();
+        match self.bridged() {
+            Some(BridgedJob { shape, .. }) => slots(&r, shape.slots, shape.cores),
+            None => Ok(one_slot_a_rank(&r)),
+        }
     }
 }
 
