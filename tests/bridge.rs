@@ -297,9 +297,10 @@ async fn jobs_of_hosts_are_told_apart_from_pods_on_the_same_node() {
     ranks.sort_unstable();
     let gangs: api::IdSet = ranks.iter().map(|rank| u32::try_from(*rank).unwrap()).collect();
     let client = connect(&bed.brokers[0]).await;
-    let held = async || {
+    let mut occupancy = bridge::Occupancy::of(&client);
+    let mut held = async || {
         let instance = broker::status::instance(&client).await.unwrap();
-        bridge::ask_occupied(&client, &instance).await.unwrap()
+        occupancy.ask(&instance).await.unwrap()
     };
     let before = held().await;
     assert_eq!((before.by_host_jobs.to_string(), before.by_gangs), (String::new(), gangs.clone()));

@@ -11,14 +11,17 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use bridge::Occupancy;
 use broker::{
     job_id::JobId,
     jobs::{DEFAULT_URGENCY, MAX_URGENCY, SubmitError, cancel, finish, submit},
     journal::{JobEvents, JournalItem, journal},
     queues::{self, QueueError, STOPPED_BY_RESTART},
     rfc3::{Client, RpcError},
+    status::instance,
 };
 use futures::{Stream, StreamExt};
+use pods::occupied::Occupied;
 use serde_json::{Value, json};
 use support::real_broker::{RealBroker, configure, connect, flux, lead, run, soon, start, until_online};
 use tokio::time::sleep;
@@ -346,4 +349,34 @@ fn the_text_of_job_ids_is_that_of_flux() {
     assert_eq!(translate("--to=dec", &ours), decimal);
     let parsed: Vec<u64> = ours.iter().map(|text| text.parse::<JobId>().unwrap().0).collect();
     assert_eq!(parsed, ids);
+}
+
+#[tokio::test]
+async fn a_gang_that_ends_while_the_lead_is_asked_is_no_host_job() {
+    let Some(flux) = flux() else { return };
+    let base = tempfile::tempdir().unwrap();
+    let (_lead, client) = lead_with(&flux, base.path(), "").await;
+    let mut jobspec = jobspec(1, 1);
+    let gang = json!({"kind": "Annotated", "namespace": "default", "name": "g"});
+    let members = json!([{"name": "pod", "uid": "u-1"}]);
+    jobspec["attributes"]["user"]["k8s"] = json!({"gang": gang, "members": members, "threads": 1});
+    let (mut journal, _) = Journal::open(&client).await;
+    let id = submit(&client, &jobspec, DEFAULT_URGENCY, true).await.unwrap();
+    journal.until(id, "alloc").await;
+    let mut occupancy = Occupancy::of(&client);
+    let held = instance(&client).await.unwrap();
+    let occupied = soon(async {
+        // The list of jobs lags behind the journal.
+        loop {
+            let occupied = occupancy.ask(&held).await.unwrap();
+            if !occupied.by_gangs.is_empty() {
+                return occupied;
+            }
+        }
+    })
+    .await;
+    assert_eq!((occupied.by_host_jobs.to_string(), occupied.by_gangs.to_string()), (String::new(), "0".to_owned()));
+    finish_soon(&client, id, 0).await;
+    journal.until(id, "clean").await;
+    assert_eq!(occupancy.ask(&held).await.unwrap(), Occupied::default());
 }

@@ -167,12 +167,53 @@ fn by_api_server(answer: Result<(), ApiError>) -> Answer {
         Ok(()) => Answer::Done(None),
         Err(error) => {
             info!(error = error_chain(&error), "the API server has not done what the bridge asked for");
-            // A conflict says nothing: the binding before it may have been ours.
-            match error.code() {
-                None | Some(409 | 500..) => Answer::Lost,
-                Some(404) => Answer::Failed,
-                Some(_) => Answer::Refused(error_chain(&error)),
+            meaning(&error)
+        }
+    }
+}
+
+/// What an error of the API server says about the action that it answers.
+fn meaning(error: &ApiError) -> Answer {
+    match (error.busy_for(), error.code()) {
+        (Some(pause), _) => Answer::Busy(pause),
+        // A conflict says nothing: the binding before it may have been ours.
+        (None, None | Some(409 | 500..)) => Answer::Lost,
+        (None, Some(404)) => Answer::Failed,
+        (None, Some(_)) => Answer::Refused(error_chain(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn only_an_answer_about_the_action_itself_refuses_it() {
+        let seconds = |seconds| Answer::Busy(Duration::from_secs(seconds));
+        for (code, details, expected) in [
+            (403, json!({}), None),
+            (422, json!({}), None),
+            (404, json!({}), Some(Answer::Failed)),
+            (409, json!({}), Some(Answer::Lost)),
+            (500, json!({}), Some(Answer::Lost)),
+            (504, json!({}), Some(Answer::Lost)),
+            (429, json!({}), Some(seconds(1))),
+            (429, json!({"retryAfterSeconds": 7}), Some(seconds(7))),
+            (429, json!({"retryAfterSeconds": 86_400}), Some(seconds(60))),
+            (429, json!({"causes": [{"reason": "DisruptionBudget"}]}), None),
+        ] {
+            let status: Status = serde_json::from_value(json!({"code": code, "details": details})).unwrap();
+            let error = ApiError::Api { what: "bind".to_owned(), source: Box::new(kube::Error::Api(Box::new(status))) };
+            let answer = meaning(&error);
+            match expected {
+                Some(expected) => assert_eq!(answer, expected, "{code} {details}"),
+                None => assert!(matches!(answer, Answer::Refused(_)), "{code} {details}: {answer:?}"),
             }
         }
+        assert_eq!(meaning(&ApiError::Timeout("bind".to_owned())), Answer::Lost);
     }
 }

@@ -40,11 +40,23 @@ struct PodGroup {
     min_member: Option<u32>,
 }
 
-/// The answers so far; None for an object that does not exist.
+/// What is known about the objects of one kind that pods refer to.
+type Known<T> = BTreeMap<Name, Entry<T>>;
+
+/// What is known about one object.
+struct Entry<T> {
+    /// The object, if there is one by the last answer.
+    found: Option<T>,
+    is_answered: bool,
+    /// When it was asked for last, or wanted first.
+    since: Instant,
+}
+
+/// The answers so far.
 #[derive(Default)]
 pub(crate) struct Lookups {
-    groups: BTreeMap<Name, (Option<PodGroup>, Instant)>,
-    claims: BTreeMap<Name, (Option<Claim>, Instant)>,
+    groups: Known<PodGroup>,
+    claims: Known<Claim>,
 }
 
 impl Lookups {
@@ -62,19 +74,15 @@ impl Lookups {
             groups.extend(pod.hints.coscheduling.as_ref().map(named));
             claims.extend(pod.plan.iter().flat_map(|plan| &plan.claims).map(named));
         }
-        self.groups.retain(|name, (_, asked)| groups.contains(name) && asked.elapsed() < KNOWN_FOR);
-        self.claims.retain(|name, (_, asked)| claims.contains(name) && asked.elapsed() < KNOWN_FOR);
-        groups.retain(|name| !self.groups.contains_key(name));
         let until = Instant::now() + SOON;
         look_up(groups, |name| pod_group(client, name), &mut self.groups, until).await;
-        claims.retain(|name| !self.claims.contains_key(name));
         look_up(claims, |name| claim(client, name), &mut self.claims, until).await;
         let owners = pods.filter_map(|pod| pod.owner.as_ref());
         let owned: BTreeSet<&str> = owners.map(|owner| owner.uid.as_str()).collect();
-        let group = |((namespace, name), (found, _)): (&Name, &(Option<PodGroup>, Instant))| {
-            Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), found.as_ref()?.min_member))
+        let group = |((namespace, name), entry): (&Name, &Entry<PodGroup>)| {
+            Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), entry.found?.min_member))
         };
-        let claim = |(name, (found, _)): (&Name, &(Option<Claim>, Instant))| Some((name.clone(), found.clone()?));
+        let claim = |(name, entry): (&Name, &Entry<Claim>)| Some((name.clone(), entry.found.clone()?));
         Facts {
             jobs: jobs
                 .iter()
@@ -87,22 +95,48 @@ impl Lookups {
     }
 }
 
-/// Asks for `names`, several at a time, until `until`, and adds the answers to `known`. A failed look-up counts as missing, as long as
-/// an answer counts.
-async fn look_up<T, F>(
-    names: BTreeSet<Name>,
-    ask: impl Fn(Name) -> F,
-    known: &mut BTreeMap<Name, (Option<T>, Instant)>,
-    until: Instant,
-) where
+/// Asks for those of `wanted` that are due, several at a time, until `until`, and notes the answers in `known`. A failed look-up changes
+/// nothing about an object that has been found, and else counts as missing, as long as an answer counts.
+async fn look_up<T, F>(wanted: BTreeSet<Name>, ask: impl Fn(Name) -> F, known: &mut Known<T>, until: Instant)
+where
     F: Future<Output = Result<Option<T>, ApiError>>,
 {
-    let asked = names.into_iter().map(|name| ask(name.clone()).map(|found| (name, found)));
+    let due = due(known, wanted, Instant::now());
+    let mut begun = Vec::new();
+    let asked = due.into_iter().map(|name| {
+        begun.push(name.clone());
+        ask(name.clone()).map(|found| (name, found))
+    });
+    let mut answers = Vec::new();
     let mut found = stream::iter(asked).buffer_unordered(AT_ONCE);
-    while let Ok(Some((name, found))) = timeout_at(until, found.next()).await {
-        let found = found.inspect_err(|error| debug!(%error, "can't look up what a pod refers to")).ok().flatten();
-        known.insert(name, (found, Instant::now()));
+    while let Ok(Some(answer)) = timeout_at(until, found.next()).await {
+        answers.push(answer);
     }
+    drop(found);
+    for name in &begun {
+        known.entry(name.clone()).and_modify(|entry| entry.since = Instant::now());
+    }
+    for (name, found) in answers {
+        let Some(entry) = known.get_mut(&name) else { continue };
+        match found {
+            Ok(found) => entry.found = found,
+            Err(error) => debug!(%error, "can't look up what a pod refers to"),
+        }
+        entry.is_answered = true;
+    }
+}
+
+/// Makes `known` have those that are `wanted`, and no others. Returns those to ask for: whatever has waited longest is the first, so that
+/// nothing waits for ever if there is never the time for all.
+fn due<T>(known: &mut Known<T>, wanted: BTreeSet<Name>, now: Instant) -> Vec<Name> {
+    known.retain(|name, _| wanted.contains(name));
+    for name in wanted {
+        known.entry(name).or_insert(Entry { found: None, is_answered: false, since: now });
+    }
+    let is_due = |entry: &Entry<T>| !entry.is_answered || now.duration_since(entry.since) >= KNOWN_FOR;
+    let mut due: Vec<_> = known.iter().filter(|(_, entry)| is_due(entry)).collect();
+    due.sort_by_key(|(_, entry)| entry.since);
+    due.into_iter().map(|(name, _)| name.clone()).collect()
 }
 
 async fn pod_group(client: &Client, (namespace, name): Name) -> Result<Option<PodGroup>, ApiError> {
@@ -129,4 +163,44 @@ async fn claim(client: &Client, (namespace, name): Name) -> Result<Option<Claim>
     let found = call(format!("get StorageClass {class}"), classes.get_opt(&class)).await?;
     let waits = found.and_then(|class| class.volume_binding_mode).as_deref() == Some("WaitForFirstConsumer");
     Ok(Some(if waits { Claim::WaitsForFirstConsumer } else { Claim::Unbound }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_waited_longest_is_looked_up_first() {
+        let begin = Instant::now();
+        let at = |seconds| begin + Duration::from_secs(seconds);
+        let name = |name: &str| ("default".to_owned(), name.to_owned());
+        let entry = |is_answered, seconds| Entry::<u32> { found: None, is_answered, since: at(seconds) };
+        let mut known: Known<u32> = [
+            (name("a"), entry(true, 0)),
+            (name("b"), entry(true, 9)),
+            (name("c"), entry(false, 8)),
+            (name("d"), entry(true, 15)),
+            (name("gone"), entry(false, 0)),
+        ]
+        .into();
+        let wanted = ["a", "b", "c", "d", "new"].map(name).into();
+        assert_eq!(due(&mut known, wanted, at(20)), ["a", "c", "b", "new"].map(name));
+        assert_eq!(known.keys().cloned().collect::<Vec<_>>(), ["a", "b", "c", "d", "new"].map(name));
+    }
+
+    #[tokio::test]
+    async fn what_is_never_answered_keeps_nothing_else_waiting() {
+        let wanted: BTreeSet<Name> =
+            (0..100).map(|number| ("default".to_owned(), format!("claim{number:03}"))).collect();
+        let hang: BTreeSet<Name> = wanted.iter().take(AT_ONCE).cloned().collect();
+        let ask = async |name: Name| match hang.contains(&name) {
+            true => std::future::pending().await,
+            false => Ok(Some(1)),
+        };
+        let mut known: Known<u32> = Known::new();
+        for _ in 0..2 {
+            look_up(wanted.clone(), &ask, &mut known, Instant::now() + Duration::from_millis(10)).await;
+        }
+        assert!(wanted.difference(&hang).all(|name| known[name].found == Some(1)));
+    }
 }

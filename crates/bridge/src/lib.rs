@@ -25,7 +25,7 @@ use pods::world::Settings;
 use tokio::sync::watch;
 
 pub use run::run;
-pub use without_bridge::{ask_occupied, cancel_left};
+pub use without_bridge::{Occupancy, cancel_left};
 
 /// What the agent tells the bridge, as it changes.
 #[derive(Debug, Clone, PartialEq)]

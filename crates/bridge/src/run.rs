@@ -19,7 +19,8 @@ use cluster::call;
 use pods::{
     action::{Action, PodRef},
     decide::{Decision, Memory, Report, Standing, decide},
-    facts::Facts,
+    facts::{Facts, KubeJob},
+    pod::PodView,
     target::Target,
     time::Millis,
     world::World,
@@ -181,7 +182,7 @@ impl Kubernetes {
     /// Takes in how an action was answered. If it may have been done and nothing tells, a pod is read; for a job the journal is read
     /// from its beginning, which is why that is an error.
     async fn take_answer(&mut self, life: &mut Life, number: u64, answer: Answer) -> Result<(), RpcError> {
-        match life.under_way.answer(number, answer) {
+        match life.under_way.answer(number, answer, Instant::now()) {
             Some(Action::Bind(binding)) => {
                 let PodRef { namespace, name, uid } = &binding.pod;
                 let pods: Api<Pod> = Api::namespaced(self.bridge.client.clone(), namespace);
@@ -212,17 +213,17 @@ impl Kubernetes {
         let (Some(nodes), Some(kube_jobs)) = (self.watched.nodes(), self.watched.jobs()) else {
             return Ok(Decision::loading());
         };
-        let known = self.watched.pods.by_uid.values().filter(|pod| pod.is_bridged);
-        let namespaces: BTreeSet<_> = known.clone().map(|pod| pod.namespace.clone()).collect();
+        let bridged = self.watched.pods.by_uid.values().filter(|pod| pod.is_bridged);
+        let namespaces = namespaces(bridged.clone(), kube_jobs.values());
         let Some(namespaces) = self.opted_in.among(&self.bridge.client, namespaces).await else {
             return Ok(Decision::loading());
         };
-        let theirs = known.filter(|pod| namespaces.contains(&pod.namespace));
+        let theirs = bridged.filter(|pod| namespaces.contains(&pod.namespace));
         let facts: Facts = self.lookups.facts(&self.bridge.client, theirs, kube_jobs).await;
         let targets = targets(&told.roster, nodes);
         let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::take(&mut life.flux.jobs));
         jobs.forget(now, |uid| pods.by_uid.contains_key(uid));
-        life.under_way.settle(&jobs, &pods, &facts);
+        life.under_way.settle(&jobs, &pods, &facts, Instant::now());
         let mut world = World {
             settings: told.settings,
             broker: Some(broker),
@@ -270,6 +271,15 @@ fn now() -> Millis {
     Timestamp::now().as_millisecond()
 }
 
+/// The namespaces in which there may be something to do: those with `bridged` pods, and those with Jobs to resume, which have no pods.
+fn namespaces<'a>(
+    bridged: impl Iterator<Item = &'a PodView>,
+    jobs: impl Iterator<Item = &'a KubeJob>,
+) -> BTreeSet<String> {
+    let suspended = jobs.filter(|job| job.is_to_be_resumed()).map(|job| &job.namespace);
+    bridged.map(|pod| &pod.namespace).chain(suspended).cloned().collect()
+}
+
 /// The nodes that pods may be bound to.
 fn targets(roster: &Roster, nodes: &BTreeMap<String, k8s_openapi::api::core::v1::Node>) -> BTreeMap<Rank, Target> {
     let target = |rank: Rank| {
@@ -282,4 +292,31 @@ fn targets(roster: &Roster, nodes: &BTreeMap<String, k8s_openapi::api::core::v1:
         Some((rank, found?))
     };
     roster.ranks.keys().filter_map(|rank| target(*rank)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use pods::facts::SuspendReason;
+
+    use super::*;
+
+    #[test]
+    fn a_suspended_job_without_pods_is_looked_at_until_it_has_been_resumed() {
+        let pod = PodView { namespace: "pods".into(), ..PodView::default() };
+        let job = |is_suspended, suspended_for| KubeJob {
+            namespace: "jobs".into(),
+            is_suspended,
+            suspended_for,
+            ..KubeJob::default()
+        };
+        for (job, expected) in [
+            (job(true, Some(SuspendReason::Incomplete)), &["jobs", "pods"][..]),
+            (job(false, Some(SuspendReason::Incomplete)), &["pods"]),
+            (job(true, Some(SuspendReason::Canceled)), &["pods"]),
+            (job(true, None), &["pods"]),
+        ] {
+            let found = namespaces([&pod].into_iter(), [&job].into_iter());
+            assert_eq!(found.iter().map(String::as_str).collect::<Vec<_>>(), expected, "{job:?}");
+        }
+    }
 }

@@ -5,17 +5,22 @@ use std::{collections::BTreeMap, time::Duration};
 use tokio::time::Instant;
 
 use broker::job_id::JobId;
-use pods::{action::Action, facts::Facts, jobs::Jobs, record::GangId, world::Pods};
+use pods::{
+    action::Action,
+    facts::Facts,
+    jobs::Jobs,
+    record::GangId,
+    world::{PAUSE, Pods},
+};
 
 /// After an answer, how long its result may take to show. Then the action is forgotten, and decided again if it is still right.
 const SHOWS_WITHIN: Duration = Duration::from_secs(10);
+/// How long what may have been done, or not, is left alone: whoever does not answer is not to be asked all the time.
+const LOST_PAUSE: Duration = Duration::from_secs(1);
 /// At most so many bindings at a time.
 const BINDINGS: usize = 8;
 /// At most so many other actions at a time.
 const OTHERS: usize = 64;
-
-/// How long what was refused is not tried again.
-const REFUSED_FOR: Duration = Duration::from_secs(15);
 
 /// How an action was answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +31,8 @@ pub(crate) enum Answer {
     Failed,
     /// As [`Answer::Failed`], and it would be refused again. With the words of who refused it.
     Refused(String),
+    /// As [`Answer::Failed`], and it must not be tried again for this long.
+    Busy(Duration),
     /// It may have been done.
     Lost,
 }
@@ -33,7 +40,17 @@ pub(crate) enum Answer {
 struct Begun {
     number: u64,
     action: Action,
-    answered: Option<(Option<JobId>, Instant)>,
+    progress: Progress,
+}
+
+/// How far an action is.
+enum Progress {
+    /// It has not been answered.
+    Asked,
+    /// It was done, and shows until then. A submission has a job.
+    Done(Option<JobId>, Instant),
+    /// It is left alone until then.
+    Paused(Instant),
 }
 
 /// See the module.
@@ -49,48 +66,49 @@ impl UnderWay {
     pub(crate) fn has_room_for(&self, action: &Action) -> bool {
         let is_binding = |action: &Action| matches!(action, Action::Bind(_));
         let same = self.begun.iter().filter(|begun| is_binding(&begun.action) == is_binding(action));
-        same.filter(|begun| begun.answered.is_none()).count() < if is_binding(action) { BINDINGS } else { OTHERS }
+        same.filter(|begun| matches!(begun.progress, Progress::Asked)).count()
+            < if is_binding(action) { BINDINGS } else { OTHERS }
     }
 
     /// Notes that an action begins. Returns its number.
     pub(crate) fn begin(&mut self, action: Action) -> u64 {
         self.last += 1;
-        self.begun.push(Begun { number: self.last, action, answered: None });
+        self.begun.push(Begun { number: self.last, action, progress: Progress::Asked });
         self.last
     }
 
     /// Notes an answer. Returns the action if it may have been done and nothing tells.
-    pub(crate) fn answer(&mut self, number: u64, answer: Answer) -> Option<Action> {
+    pub(crate) fn answer(&mut self, number: u64, answer: Answer, now: Instant) -> Option<Action> {
         let at = self.begun.iter().position(|begun| begun.number == number)?;
+        let begun = &mut self.begun[at];
         match answer {
-            Answer::Done(job) => {
-                self.begun[at].answered = Some((job, Instant::now()));
-                None
-            }
-            Answer::Failed => {
-                self.begun.remove(at);
-                None
-            }
+            Answer::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
+            Answer::Busy(pause) => begun.progress = Progress::Paused(now + pause),
+            Answer::Failed => drop(self.begun.remove(at)),
             Answer::Refused(words) => {
                 let gang = self.begun.remove(at).action.paused_by_refusal().cloned();
-                self.refused.extend(gang.map(|gang| (gang, (words, Instant::now()))));
-                None
+                self.refused.extend(gang.map(|gang| (gang, (words, now))));
             }
-            Answer::Lost => Some(self.begun.remove(at).action),
+            Answer::Lost => {
+                begun.progress = Progress::Paused(now + LOST_PAUSE);
+                return Some(begun.action.clone());
+            }
         }
+        None
     }
 
-    /// What was refused a short while ago, by gang, with the words of who refused it.
+    /// What was refused less than [`PAUSE`] ago, by gang, with the words of who refused it.
     pub(crate) fn refused(&mut self) -> BTreeMap<GangId, String> {
-        self.refused.retain(|_, (_, at)| at.elapsed() < REFUSED_FOR);
+        self.refused.retain(|_, (_, at)| at.elapsed() < Duration::from_millis(PAUSE.unsigned_abs()));
         self.refused.iter().map(|(gang, (words, _))| (gang.clone(), words.clone())).collect()
     }
 
-    /// Forgets the actions whose result shows.
-    pub(crate) fn settle(&mut self, jobs: &Jobs, pods: &Pods, facts: &Facts) {
-        self.begun.retain(|begun| match begun.answered {
-            None => true,
-            Some((job, at)) => at.elapsed() < SHOWS_WITHIN && !shows(&begun.action, job, jobs, pods, facts),
+    /// Forgets the actions whose result shows, and those that may be tried again.
+    pub(crate) fn settle(&mut self, jobs: &Jobs, pods: &Pods, facts: &Facts, now: Instant) {
+        self.begun.retain(|begun| match begun.progress {
+            Progress::Asked => true,
+            Progress::Done(job, until) => now < until && !shows(&begun.action, job, jobs, pods, facts),
+            Progress::Paused(until) => now < until,
         });
     }
 
@@ -118,5 +136,41 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
         Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),
         Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_suspended),
         Action::StopQueues(_) | Action::StartQueues => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pods::action::JobRef;
+
+    use super::*;
+
+    #[test]
+    fn what_has_failed_is_tried_again_at_once_and_what_nobody_could_answer_after_a_pause() {
+        for (answer, seconds) in [
+            (Answer::Failed, 0),
+            (Answer::Busy(Duration::from_secs(7)), 7),
+            (Answer::Lost, 1),
+            (Answer::Done(None), 10),
+        ] {
+            let job = JobRef { namespace: "default".into(), name: "train".into(), uid: "u".into() };
+            let facts = Facts { jobs: [("u".to_owned(), suspended())].into(), ..Facts::default() };
+            let begin = Instant::now();
+            let is_left_alone = |after| {
+                let mut under_way = UnderWay::default();
+                let number = under_way.begin(Action::ResumeJob(job.clone()));
+                under_way.answer(number, answer.clone(), begin);
+                under_way.settle(&Jobs::default(), &Pods::default(), &facts, begin + after);
+                assert!(under_way.refused().is_empty());
+                !under_way.actions().is_empty()
+            };
+            let pause = Duration::from_secs(seconds);
+            let just_before = pause.saturating_sub(Duration::from_millis(1));
+            assert_eq!((is_left_alone(just_before), is_left_alone(pause)), (seconds > 0, false), "{answer:?}");
+        }
+    }
+
+    fn suspended() -> pods::facts::KubeJob {
+        pods::facts::KubeJob { is_suspended: true, ..Default::default() }
     }
 }

@@ -1,26 +1,103 @@
 //! Asks the lead about bridged jobs without a bridge.
 
+use std::time::Duration;
+
+use api::IdSet;
+use tokio::time::{Instant, sleep};
+use tracing::{debug, warn};
+
+use base::error_chain;
 use broker::{
-    jobs::{JobStates, cancel, own_jobs},
+    jobs::{JobStates, ListedJob, cancel, job_events, listed_jobs},
+    resource_set::ResourceSet,
     rfc3::{Client, RpcError},
-    status::InstanceStatus,
+    status::{InstanceStatus, instance},
 };
 use pods::{
     jobs::{Jobs, NOTE},
     jobspec::could_be_bridged,
-    occupied::{Occupied, occupied},
+    occupied::{Look, Occupied, occupied},
 };
 
-/// Tells apart what jobs hold. `instance`: the lead's report, asked for just now.
-///
-/// # Errors
-/// [`RpcError`]; a timeout if the lead is gone.
-pub async fn ask_occupied(client: &Client, instance: &InstanceStatus) -> Result<Occupied, RpcError> {
-    let jobs = match instance.allocated.ranks.is_empty() {
-        true => Jobs::of(client.uid()),
-        false => jobs(client, JobStates::Running).await?,
-    };
-    Ok(occupied(&instance.allocated_resources, &jobs))
+/// How often it is asked who holds a core, before an unknown job counts as a host job.
+const LOOKS: usize = 3;
+/// Pause before it is asked again: a job takes some milliseconds to begin or to end.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+/// How long the gangs that were known count if the jobs can't be listed.
+const KNOWN_FOR: Duration = Duration::from_secs(10);
+
+/// Finds out where host jobs and gangs run. Remembers what each job is, because that never changes: only new jobs are asked about.
+/// A gang counts as long as it is listed as running: the job manager announces its end before another job can have its cores.
+pub struct Occupancy<'a> {
+    client: &'a Client,
+    /// The running jobs that may be gangs by their names.
+    jobs: Jobs,
+    /// When the jobs were listed last.
+    listed: Option<Instant>,
+}
+
+impl<'a> Occupancy<'a> {
+    /// Asks the lead through `client`.
+    pub fn of(client: &'a Client) -> Self {
+        Self { client, jobs: Jobs::of(client.uid()), listed: None }
+    }
+
+    /// Tells apart what jobs hold. `status`: the lead's report, asked for just now.
+    ///
+    /// # Errors
+    /// [`RpcError`]; a timeout if the lead is gone.
+    pub async fn ask(&mut self, status: &InstanceStatus) -> Result<Occupied, RpcError> {
+        let mut look = self.look(&status.allocated_resources).await?;
+        for _ in 1..LOOKS {
+            if !look.is_doubtful() {
+                break;
+            }
+            sleep(LOOK_AGAIN).await;
+            let status = instance(self.client).await?;
+            look = look.and_then(self.look(&status.allocated_resources).await?);
+        }
+        Ok(look.occupied())
+    }
+
+    async fn look(&mut self, allocated: &ResourceSet) -> Result<Look, RpcError> {
+        if allocated.by_rank().is_empty() {
+            return Ok(Look::default());
+        }
+        match listed_jobs(self.client, JobStates::Running).await {
+            Ok(listed) => {
+                let known = self.learn(&listed).await;
+                Ok(Look::of(occupied(allocated, &self.jobs), &known))
+            }
+            Err(error) if self.listed.is_some_and(|listed| listed.elapsed() < KNOWN_FOR) => {
+                debug!(error = error_chain(&error), "can't list the jobs: the gangs that were known count");
+                let occupied = occupied(allocated, &self.jobs);
+                let all = occupied.by_host_jobs.clone();
+                Ok(Look::of(occupied, &all))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Finds out what those of `listed` are that are new. Returns the ranks of those that are known to be host jobs.
+    async fn learn(&mut self, listed: &[ListedJob]) -> IdSet {
+        self.listed = Some(Instant::now());
+        self.jobs.keep(|id| listed.iter().any(|job| job.id == id));
+        let owner = self.client.uid();
+        let may_be_gang = |job: &&ListedJob| job.userid == owner && could_be_bridged(&job.name);
+        let new = listed.iter().filter(may_be_gang).map(|job| job.id).filter(|id| self.jobs.get(*id).is_none());
+        let new: Vec<_> = new.collect();
+        for job in job_events(self.client, new).await {
+            match job {
+                Ok(events) => self.jobs.apply(&events),
+                Err(error) => warn!(error = error_chain(&error), "can't find out whether a job is for pods"),
+            }
+        }
+        let is_host_job = |job: &&ListedJob| match self.jobs.get(job.id) {
+            Some(known) => known.bridged().is_none(),
+            None => !may_be_gang(job),
+        };
+        listed.iter().filter(is_host_job).flat_map(|job| &job.ranks.0).copied().collect()
+    }
 }
 
 /// Cancels the jobs that a bridge has left, which nobody would ever end. Pods that run stay. Returns how many there were.
@@ -28,16 +105,16 @@ pub async fn ask_occupied(client: &Client, instance: &InstanceStatus) -> Result<
 /// # Errors
 /// [`RpcError`]; a timeout if the lead is gone.
 pub async fn cancel_left(client: &Client) -> Result<usize, RpcError> {
-    let jobs = jobs(client, JobStates::Active).await?;
+    let listed = listed_jobs(client, JobStates::Active).await?;
+    let named = listed.iter().filter(|job| job.userid == client.uid() && could_be_bridged(&job.name));
+    let named: Vec<_> = named.map(|job| job.id).collect();
+    let mut jobs = Jobs::of(client.uid());
+    for job in job_events(client, named).await {
+        jobs.apply(&job?);
+    }
     let mut count = 0;
     for (job, _) in jobs.bridged().filter(|(job, _)| job.is_active()) {
         count += usize::from(cancel(client, job.id, &format!("{NOTE}they are off; its pods run on")).await?);
     }
     Ok(count)
-}
-
-async fn jobs(client: &Client, states: JobStates) -> Result<Jobs, RpcError> {
-    let mut jobs = Jobs::of(client.uid());
-    own_jobs(client, states, could_be_bridged).await?.iter().for_each(|events| jobs.apply(events));
-    Ok(jobs)
 }

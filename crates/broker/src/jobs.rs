@@ -6,8 +6,9 @@
 
 use std::time::Duration;
 
+use api::IdSet;
 use base64::{Engine, prelude::BASE64_STANDARD};
-use futures::{StreamExt, TryStreamExt, join, stream};
+use futures::{StreamExt, join, stream};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -121,63 +122,76 @@ pub async fn finish(client: &Client, id: JobId, status: i32) -> Result<bool, Rpc
     }
 }
 
-/// JobStates jobs [`own_jobs`] returns.
+/// Which jobs [`listed_jobs`] returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JobStates {
-    /// Those that hold resources, with their R.
+    /// Those that run, or are ending.
     Running,
-    /// Those that have not ended, without their R.
+    /// Those that have not ended.
     Active,
 }
 
-/// The jobs of this connection's user whose names `is_meant` accepts: each with its jobspec and all its events so far. The list may lag
-/// behind, so that a job which began a moment ago is missing; but what is said of a listed job is what the job manager knows when it is
-/// asked, which is after this was called.
+/// A job as `job-list` knows it.
+#[derive(Deserialize, Debug, Clone, PartialEq)]
+pub struct ListedJob {
+    /// Its id.
+    pub id: JobId,
+    /// Its name.
+    #[serde(default)]
+    pub name: String,
+    /// The user who has submitted it.
+    pub userid: u32,
+    /// The ranks on which it has resources; none before it has.
+    #[serde(default)]
+    pub ranks: IdSet,
+}
+
+/// The jobs of all users in these states. The list may lag behind, so that a job which began a moment ago is missing.
 ///
 /// # Errors
 /// [`RpcError`]; a timeout if the lead is gone.
-pub async fn own_jobs(
-    client: &Client,
-    states: JobStates,
-    is_meant: impl Fn(&str) -> bool,
-) -> Result<Vec<JobEvents>, RpcError> {
+pub async fn listed_jobs(client: &Client, states: JobStates) -> Result<Vec<ListedJob>, RpcError> {
     #[derive(Deserialize)]
     struct Listed {
-        jobs: Vec<Entry>,
-    }
-    #[derive(Deserialize)]
-    struct Entry {
-        id: JobId,
-        #[serde(default)]
-        name: String,
+        jobs: Vec<ListedJob>,
     }
     let topic = "job-list.list";
     let state = match states {
         JobStates::Running => "running",
         JobStates::Active => "active",
     };
-    let constraint = json!({ "and": [{ "states": [state] }, { "userid": [client.uid()] }] });
-    let query = json!({ "max_entries": 0, "attrs": ["name"], "constraint": constraint });
-    let Listed { jobs } = parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?;
-    let meant = jobs.into_iter().filter(|job| is_meant(&job.name)).map(|job| details(client, job.id, states));
-    stream::iter(meant).buffer_unordered(AT_ONCE).try_filter_map(async |job| Ok(job)).try_collect().await
+    let attributes = ["name", "userid", "ranks"];
+    let query = json!({ "max_entries": 0, "attrs": attributes, "constraint": { "states": [state] } });
+    Ok(parse::<Listed>(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?.jobs)
 }
 
-/// What the job manager knows about a job; None if it has forgotten the job, or a job that was running has no resources.
-async fn details(client: &Client, id: JobId, states: JobStates) -> Result<Option<JobEvents>, RpcError> {
-    let topic = "job-manager.getattr";
-    let attributes: &[&str] = match states {
-        JobStates::Running => &["jobspec", "eventlog", "R"],
-        JobStates::Active => &["jobspec", "eventlog"],
+/// What the job manager knows about jobs when it is asked, which is after this was called: all events so far, the jobspec, and R of those
+/// that have resources. Jobs that it has forgotten are left out; of others there may be an error.
+pub async fn job_events(client: &Client, ids: impl IntoIterator<Item = JobId>) -> Vec<Result<JobEvents, RpcError>> {
+    let asked = ids.into_iter().map(|id| events_of(client, id));
+    stream::iter(asked).buffer_unordered(AT_ONCE).filter_map(async |job| job.transpose()).collect().await
+}
+
+async fn events_of(client: &Client, id: JobId) -> Result<Option<JobEvents>, RpcError> {
+    let ask = async |attributes: &[&str]| {
+        let topic = "job-manager.getattr";
+        let query = json!({ "id": id, "attrs": attributes });
+        let mut answer = client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?;
+        let mut take = |key: &str| answer[key].take();
+        let job = json!({ "id": id, "events": take("eventlog"), "jobspec": take("jobspec"), "R": take("R") });
+        parse::<JobEvents>(topic, job)
     };
-    match client.rpc_within(LEAD_TIMEOUT, topic, LEAD, json!({ "id": id, "attrs": attributes })).await {
-        Ok(mut answer) => {
-            let mut take = |key: &str| answer[key].take();
-            parse(topic, json!({ "id": id, "events": take("eventlog"), "jobspec": take("jobspec"), "R": take("R") }))
-                .map(Some)
-        }
-        Err(error) if error.is(ENOENT) || error.is(EINVAL) => Ok(None),
-        Err(error) => Err(error),
+    let job = match ask(&["jobspec", "eventlog", "R"]).await {
+        // A job without resources has no R. But the same error says that this Flux knows no such attribute.
+        Err(error) if error.is(ENOENT) => match ask(&["jobspec", "eventlog"]).await {
+            Ok(job) if job.has("alloc") => Err(error),
+            other => other,
+        },
+        other => other,
+    };
+    match job {
+        Err(error) if error.is(EINVAL) => Ok(None),
+        job => job.map(Some),
     }
 }
 

@@ -58,6 +58,10 @@ pub enum ApiError {
 /// planner keeps the Lease.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a busy API server is left alone, if it asks for less or more.
+const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_mins(1);
+
 /// Awaits one API call for at most [`CALL_TIMEOUT`], and names it in the error.
 ///
 /// # Errors
@@ -107,6 +111,19 @@ impl ApiError {
             },
             _ => None,
         }
+    }
+
+    /// If the API server is too busy for the call: how long it wants to be left alone. An eviction that a PodDisruptionBudget forbids
+    /// has the same code, and is none of these.
+    pub fn busy_for(&self) -> Option<Duration> {
+        let Self::Api { source, .. } = self else { return None };
+        let kube::Error::Api(status) = source.as_ref() else { return None };
+        let details = status.details.as_ref();
+        let is_budget =
+            details.is_some_and(|details| details.causes.iter().any(|cause| cause.reason == "DisruptionBudget"));
+        let seconds = details.map_or(0, |details| details.retry_after_seconds);
+        (status.code == 429 && !is_budget)
+            .then(|| Duration::from_secs(seconds.into()).clamp(SHORTEST_PAUSE, LONGEST_PAUSE))
     }
 
     /// True if a user has to fix it: an object that can't be read, or a write that the API server refuses as invalid.

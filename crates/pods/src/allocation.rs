@@ -1,5 +1,7 @@
 //! The slots that a job was given, from its R (RFC 20).
 
+use std::collections::BTreeMap;
+
 use api::{IdSet, Rank};
 use broker::resource_set::ResourceSet;
 
@@ -56,6 +58,12 @@ pub fn slots(r: &ResourceSet, slots: u32, cores: u32) -> Result<Vec<Slot>, Alloc
         true => Ok(dealt),
         false => Err(AllocationError::Count { found: dealt.len(), slots }),
     }
+}
+
+/// The cores of a job on each of its ranks.
+pub fn one_slot_a_rank(r: &ResourceSet) -> Vec<Slot> {
+    let cores = |kinds: BTreeMap<String, IdSet>| kinds.get("core").cloned().unwrap_or_default();
+    r.by_rank().into_iter().map(|(rank, kinds)| Slot { rank, cores: cores(kinds) }).collect()
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::{pod::PodView, record::GangKind};
 /// What pods refer to.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Facts {
-    /// The Jobs that own bridged pods, by uid.
+    /// The Jobs that own bridged pods, and those that the bridge has suspended, by uid.
     pub jobs: BTreeMap<String, KubeJob>,
     /// The number of pods that a PodGroup needs at once (minCount, minMember); None if it has no such number. By kind of
     /// gang, namespace and name.
@@ -79,6 +79,11 @@ impl SuspendReason {
 }
 
 impl KubeJob {
+    /// The bridge has suspended it so that its gang begins again, and is to resume it.
+    pub fn is_to_be_resumed(&self) -> bool {
+        self.is_suspended && self.suspended_for == Some(SuspendReason::Incomplete)
+    }
+
     /// The number of pods that the Job still needs, if they are a gang: an Indexed Job that runs all of them at once.
     pub fn gang_size(&self) -> Option<u32> {
         let completions = self.completions.filter(|completions| *completions > 1)?;

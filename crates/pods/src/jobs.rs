@@ -9,7 +9,7 @@ use broker::{
 use serde_json::Value;
 
 use crate::{
-    allocation::{AllocationError, Slot, slots},
+    allocation::{AllocationError, Slot, one_slot_a_rank, slots},
     jobspec::Shape,
     record::JobRecord,
     time::{Millis, SECOND},
@@ -68,7 +68,7 @@ pub enum Cause {
     /// Somebody cancelled it.
     Canceled,
     /// No resources of the instance could satisfy it. With Flux's words.
-    Refused(String),
+    Denied(String),
     /// The bridge cancelled it.
     Ours,
     /// Anything else. With Flux's words.
@@ -92,6 +92,8 @@ pub struct Job {
     pub ended_by: Option<(Cause, Millis)>,
     /// When it ended.
     ended: Option<Millis>,
+    /// See [`Job::held`].
+    held: Vec<Slot>,
 }
 
 /// All active jobs, and those that ended a short while ago.
@@ -121,6 +123,7 @@ impl Jobs {
                 state: JobState::Pending,
                 ended_by: None,
                 ended: None,
+                held: Vec::new(),
             });
         }
         let Some(job) = self.by_id.get_mut(&events.id) else { return };
@@ -137,6 +140,11 @@ impl Jobs {
             let cancelled = matches!(job.ended_by, Some((Cause::Canceled, _)));
             job.ended.is_none_or(|ended| now < ended.saturating_add(REMEMBERED) || (cancelled && listed()))
         });
+    }
+
+    /// Forgets all others than these.
+    pub fn keep(&mut self, is_meant: impl Fn(JobId) -> bool) {
+        self.by_id.retain(|id, _| is_meant(*id));
     }
 
     /// All of them, by id: in the order in which they were submitted.
@@ -177,6 +185,11 @@ impl Job {
         }
     }
 
+    /// The slots that it holds, or may hold while it is ending. A host job has one on each of its ranks.
+    pub fn held(&self) -> &[Slot] {
+        &self.held
+    }
+
     fn apply(&mut self, event: &Event, events: &JobEvents) {
         let at = millis(event.timestamp);
         match event.name.as_str() {
@@ -190,6 +203,7 @@ impl Job {
                 if let Err(error) = &slots {
                     self.ended_by = Some((Cause::Other(error.to_string()), at));
                 }
+                self.held = slots.clone().unwrap_or_default();
                 self.state = JobState::Allocated(slots);
             }
             "finish" if self.state != JobState::Ended => self.state = JobState::Ending,
@@ -198,7 +212,7 @@ impl Job {
                 let cause = match exception.kind.as_str() {
                     "cancel" if exception.note.starts_with(NOTE) => Cause::Ours,
                     "cancel" => Cause::Canceled,
-                    "alloc" => Cause::Refused(exception.note),
+                    "alloc" => Cause::Denied(exception.note),
                     kind => Cause::Other(format!("{kind}: {}", exception.note)),
                 };
                 self.ended_by.get_or_insert((cause, at));
@@ -210,6 +224,7 @@ impl Job {
             "free" | "clean" => {
                 self.state = JobState::Ended;
                 self.ended = Some(at);
+                self.held.clear();
             }
             _ => {}
         }
@@ -221,9 +236,12 @@ impl Job {
     }
 
     fn read_r(&self, events: &JobEvents) -> Result<Vec<Slot>, AllocationError> {
-        let Some(BridgedJob { shape, .. }) = self.bridged() else { return Ok(Vec::new()) };
         let r = events.resources().map_err(|error| AllocationError::Unreadable(base::error_chain(&error)))?;
-        slots(&r.unwrap_or_default(), shape.slots, shape.cores)
+        let r = r.unwrap_or_default();
+        match self.bridged() {
+            Some(BridgedJob { shape, .. }) => slots(&r, shape.slots, shape.cores),
+            None => Ok(one_slot_a_rank(&r)),
+        }
     }
 }
 
@@ -277,7 +295,7 @@ mod tests {
             (json!([{"name": "alloc"}, {"name": "free"}, {"name": "clean"}]), Ended, None),
             (json!([exception("cancel", "", 0)]), Ending, Some(Cause::Canceled)),
             (json!([exception("cancel", &format!("{NOTE}restart"), 0), {"name": "clean"}]), Ended, Some(Cause::Ours)),
-            (json!([exception("alloc", unsatisfiable, 0)]), Ending, Some(Cause::Refused(unsatisfiable.into()))),
+            (json!([exception("alloc", unsatisfiable, 0)]), Ending, Some(Cause::Denied(unsatisfiable.into()))),
             (json!([exception("exec", "lost", 0)]), Ending, Some(Cause::Other("exec: lost".into()))),
             (json!([exception("warning", "late", 1)]), Pending, None),
             (json!([exception("cancel", "", 0), exception("alloc", "x", 0)]), Ending, Some(Cause::Canceled)),

@@ -1,6 +1,6 @@
 //! On which ranks jobs hold resources, by what the jobs are. Whoever waits for jobs waits by this.
 
-use api::IdSet;
+use api::{IdSet, Rank};
 use broker::resource_set::ResourceSet;
 
 use crate::{jobs::Jobs, record::GangKind};
@@ -15,12 +15,13 @@ pub struct Occupied {
 }
 
 /// Tells apart what jobs hold. `allocated`: what the scheduler has given out. `jobs`: those that may be gangs, asked for after that:
-/// a gang that still holds its cores then has had them all the time, so no job that began in between is overlooked.
+/// a gang that still holds its cores then has had them all the time, so no job that began in between is overlooked. A gang that is ending
+/// holds them until they are free.
 pub fn occupied(allocated: &ResourceSet, jobs: &Jobs) -> Occupied {
     let mut left = allocated.by_rank();
     let mut by_gangs = IdSet::default();
     for (job, bridged) in jobs.bridged() {
-        for slot in job.slots().into_iter().flatten() {
+        for slot in job.held() {
             if let Some(cores) = left.get_mut(&slot.rank).and_then(|kinds| kinds.get_mut("core")) {
                 cores.0.retain(|core| !slot.cores.contains(*core));
             }
@@ -31,6 +32,43 @@ pub fn occupied(allocated: &ResourceSet, jobs: &Jobs) -> Occupied {
     }
     left.retain(|_, kinds| kinds.values().any(|ids| !ids.is_empty()));
     Occupied { by_host_jobs: left.into_keys().collect(), by_gangs }
+}
+
+/// What one look at the jobs shows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Look {
+    occupied: Occupied,
+    /// Those of `occupied.by_host_jobs` on which no job is known that could hold what is held there.
+    unexplained: IdSet,
+}
+
+impl Look {
+    /// `known`: the ranks of jobs that are known to be host jobs.
+    pub fn of(occupied: Occupied, known: &IdSet) -> Self {
+        let unexplained = occupied.by_host_jobs.0.difference(&known.0).copied().collect();
+        Self { occupied, unexplained }
+    }
+
+    /// True if another look may tell more: a gang that ended after the question what is held looks like a host job, and so does a
+    /// host job that has just begun.
+    pub fn is_doubtful(&self) -> bool {
+        !self.unexplained.is_empty()
+    }
+
+    /// What this look and a later one show together. A rank counts as unexplained only if it is so in both: else only another gang has
+    /// ended there meanwhile.
+    pub fn and_then(self, next: Self) -> Self {
+        let unexplained: IdSet = self.unexplained.0.intersection(&next.unexplained.0).copied().collect();
+        let mut occupied = next.occupied;
+        let is_explained = |rank: &Rank| !next.unexplained.contains(*rank) || unexplained.contains(*rank);
+        occupied.by_host_jobs.0.retain(is_explained);
+        Self { occupied, unexplained }
+    }
+
+    /// What counts if nobody looks again.
+    pub fn occupied(self) -> Occupied {
+        self.occupied
+    }
 }
 
 #[cfg(test)]
@@ -69,11 +107,39 @@ mod tests {
             ("pods alone", &[("1", "0-1")], Pod, &[&[("1", "0-1")][..]], "", ["", ""]),
             ("a gang alone", &[("1-2", "0")], Annotated, &[&[("1-2", "0")]], "", ["", "1-2"]),
             ("both on one rank", &[("1", "0-2"), ("2", "0")], Annotated, &[&[("1-2", "0")]], "", ["1", "1-2"]),
+            ("a gang that is ending", &[("1-2", "0")], Annotated, &[&[("1-2", "0")]], "finish", ["", "1-2"]),
             ("a gang that has ended since", &[("1-2", "0")], Annotated, &[&[("1-2", "0")]], "free", ["1-2", ""]),
             ("a gang that began since", &[("1", "0")], Annotated, &[&[("2-3", "0")]], "", ["1", "2-3"]),
             ("an R that is not as asked", &[("1", "0-2")], Annotated, &[&[("1", "0-2")]], "", ["1", ""]),
         ] {
             assert_eq!(seen(allocated, kind, gangs, last), [host, gang], "{what}");
+        }
+    }
+
+    #[test]
+    fn what_no_look_explains_is_a_host_jobs() {
+        for (what, looks, expected, is_doubtful) in [
+            ("a known host job", &[("1", "1")][..], "1", false),
+            ("nothing is known of it", &[("1", "")], "1", true),
+            ("nothing is ever known of it", &[("1", ""), ("1", ""), ("1", "")], "1", true),
+            ("its gang had ended", &[("1", ""), ("", "")], "", false),
+            ("its gang had ended, and another one elsewhere", &[("1", ""), ("2", "")], "", false),
+            ("a host job that had just begun", &[("1", ""), ("1", "1")], "1", false),
+            ("a known host job beside a gang that had ended", &[("1-2", "1"), ("1", "1")], "1", false),
+            (
+                "a known host job that has ended, and nothing is known of another rank",
+                &[("1-2", "1"), ("2", "")],
+                "2",
+                true,
+            ),
+        ] {
+            let looks = looks.iter().map(|(held, known)| {
+                let by_host_jobs = held.parse().unwrap();
+                Look::of(Occupied { by_host_jobs, ..Occupied::default() }, &known.parse().unwrap())
+            });
+            let look = looks.reduce(Look::and_then).unwrap();
+            assert_eq!(look.is_doubtful(), is_doubtful, "{what}");
+            assert_eq!(look.occupied().by_host_jobs.to_string(), expected, "{what}");
         }
     }
 }

@@ -15,6 +15,9 @@ use crate::{
     time::{Millis, SECOND},
 };
 
+/// How long a gang is left alone after Flux or the API server has refused an action for it, or after Flux has ended its job.
+pub const PAUSE: Millis = 15 * SECOND;
+
 /// All that is known at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct World {
@@ -32,8 +35,8 @@ pub struct World {
     pub facts: Facts,
     /// Namespaces in which the bridge may bind, tell, evict and suspend.
     pub namespaces: BTreeSet<String>,
-    /// By gang: why Flux or the API server refused an action for it a short while ago. While a gang is listed, such actions are not
-    /// repeated ([`Action::paused_by_refusal`]).
+    /// By gang: why Flux or the API server refused an action for it less than [`PAUSE`] ago. While a gang is listed, such actions are
+    /// not repeated ([`Action::paused_by_refusal`]).
     pub refused: BTreeMap<GangId, String>,
     /// Actions that were begun and whose result is not in this world yet.
     pub under_way: Vec<Action>,

@@ -5,7 +5,7 @@ use crate::{
     inputs::broker_state,
 };
 use api::IdSet;
-use bridge::ask_occupied;
+use bridge::Occupancy;
 use broker::{
     rfc3::{Client, RpcError},
     status::{instance, overlay},
@@ -31,7 +31,7 @@ pub async fn ask() -> JobsAnswer {
 /// [`RpcError`]; a timeout if the lead is gone.
 pub async fn ranks_of_host_jobs(socket: &Client) -> Result<IdSet, RpcError> {
     let instance = instance(socket).await?;
-    ask_occupied(socket, &instance).await.map(|occupied| occupied.by_host_jobs)
+    Occupancy::of(socket).ask(&instance).await.map(|occupied| occupied.by_host_jobs)
 }
 
 /// Why jobs may be running anywhere; None if none can.

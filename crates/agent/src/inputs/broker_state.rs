@@ -1,6 +1,7 @@
 //! What the broker of this host says over its socket (RFC 3). When the broker ends, the socket closes, and that is an event.
 
 use std::{
+    convert::Infallible,
     io::{ErrorKind, Write},
     path::Path,
     sync::Arc,
@@ -15,7 +16,7 @@ use tokio::{
 use tracing::debug;
 
 use api::{BROKER_RUN_DIR, IdSet};
-use bridge::ask_occupied;
+use bridge::Occupancy;
 use broker::{
     pending::{Pending, pending},
     rfc3::{Client, RpcError},
@@ -235,44 +236,64 @@ async fn follow_one(client: &Client, sender: &watch::Sender<BrokerState>, ask: &
         live.enter(now);
     });
     let mut changes = changes(client)?;
-    let mut every = interval(ASK_EVERY);
-    loop {
-        tokio::select! {
-            change = changes.next() => match change {
-                Some(Change::State(state)) => sender.send_modify(|live| live.enter(state)),
-                Some(Change::Online(online)) => {
+    let hear = async {
+        while let Some(change) = changes.next().await {
+            match change {
+                Change::State(state) => sender.send_modify(|live| live.enter(state)),
+                Change::Online(online) => {
                     if rank == "0" {
                         let named = online.0.iter().filter_map(|rank| names.get(usize::try_from(*rank).ok()?));
                         let _ = writeln!(std::io::stdout(), "{}", online_line(&hostlist::encode(named), &online));
                     }
                     sender.send_modify(|live| live.online = online);
                 }
-                None => return Ok(()),
-            },
-            () = async { tokio::select! { _ = every.tick() => {}, () = ask.notified() => {} } } => {
-                let instance = if rank == "0" { instance(client).await.ok() } else { None };
-                let (occupied, pending) = match &instance {
-                    Some(instance) => (ask_occupied(client, instance).await.ok(), pending(client, instance).await.ok()),
-                    None => (None, None),
-                };
-                let state = state(client).await;
-                sender.send_if_modified(|live| {
-                    let next = match state {
-                        Ok(state) => {
-                            let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
-                            let mut next = BrokerState { instance, occupied, pending, fits_since, silent_since: None, ..live.clone() };
-                            next.enter(state.state);
-                            next
-                        }
-                        Err(_) => {
-                            let since = live.silent_since.unwrap_or_else(Instant::now);
-                            BrokerState { silent_since: Some(since), ..live.clone() }
-                        }
-                    };
-                    std::mem::replace(live, next.clone()) != next
-                });
             }
         }
+    };
+    // No answer that takes long holds up what the broker says by itself.
+    tokio::select! {
+        () = hear => Ok(()),
+        never = ask_again_and_again(client, rank == "0", sender, ask) => match never {},
+    }
+}
+
+/// Asks the broker at intervals, and whenever `ask` is notified.
+async fn ask_again_and_again(
+    client: &Client,
+    is_lead: bool,
+    sender: &watch::Sender<BrokerState>,
+    ask: &Notify,
+) -> Infallible {
+    let mut every = interval(ASK_EVERY);
+    let mut occupancy = Occupancy::of(client);
+    loop {
+        tokio::select! { _ = every.tick() => {}, () = ask.notified() => {} }
+        let instance = if is_lead { instance(client).await.ok() } else { None };
+        let (occupied, pending) = match &instance {
+            Some(instance) => (occupancy.ask(instance).await.ok(), pending(client, instance).await.ok()),
+            None => (None, None),
+        };
+        let before = sender.borrow().state.clone();
+        let state = state(client).await;
+        sender.send_if_modified(|live| {
+            let next = match state {
+                Ok(state) => {
+                    let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
+                    let mut next =
+                        BrokerState { instance, occupied, pending, fits_since, silent_since: None, ..live.clone() };
+                    // An event that came meanwhile may be newer than the answer.
+                    if live.state == before {
+                        next.enter(state.state);
+                    }
+                    next
+                }
+                Err(_) => {
+                    let since = live.silent_since.unwrap_or_else(Instant::now);
+                    BrokerState { silent_since: Some(since), ..live.clone() }
+                }
+            };
+            std::mem::replace(live, next.clone()) != next
+        });
     }
 }
 

@@ -75,19 +75,41 @@ impl AllPods {
         self.store.state().into_iter().filter(|pod| is_bound(pod) && !is_agent(pod)).collect()
     }
 
-    /// Waits until `pod` is being deleted, or is gone. Returns how long its process may take to end.
-    async fn until_deleted(&self, pod: &Pod) -> Duration {
+    /// How long the process of `pod` may take to end; None unless the pod is being deleted, or is gone.
+    fn grace(&self, pod: &Pod) -> Option<Duration> {
+        // Another pod may have got its name.
+        let found = self.store.get(&ObjectRef::from_obj(pod)).filter(|found| found.uid() == pod.uid());
+        let Some(found) = found else { return Some(Duration::ZERO) };
+        found.metadata.deletion_timestamp.as_ref()?;
+        let seconds = found.metadata.deletion_grace_period_seconds.unwrap_or_default();
+        Some(Duration::from_secs(seconds.try_into().unwrap_or_default()))
+    }
+
+    /// Waits until `pod` is being deleted, or is gone.
+    async fn until_deleted(&self, pod: &Pod) {
         let mut changed = self.changed.clone();
-        loop {
-            // Another pod may have got its name.
-            let found = self.store.get(&ObjectRef::from_obj(pod)).filter(|found| found.uid() == pod.uid());
-            let Some(found) = found else { return Duration::ZERO };
-            if found.metadata.deletion_timestamp.is_some() {
-                let seconds = found.metadata.deletion_grace_period_seconds.unwrap_or_default();
-                return Duration::from_secs(seconds.try_into().unwrap_or_default());
-            }
+        while self.grace(pod).is_none() {
             if changed.changed().await.is_err() {
                 pending::<()>().await;
+            }
+        }
+    }
+
+    /// Waits until the process of `pod`, which is being deleted, has had its time to end. A second delete can shorten it.
+    async fn until_overdue(&self, pod: &Pod) {
+        let mut changed = self.changed.clone();
+        loop {
+            let grace = self.grace(pod);
+            let is_other = async {
+                while self.grace(pod) == grace {
+                    if changed.changed().await.is_err() {
+                        pending::<()>().await;
+                    }
+                }
+            };
+            // It ran out, unless another one began before.
+            if timeout(grace.unwrap_or_default(), is_other).await.is_err() {
+                return;
             }
         }
     }
@@ -167,11 +189,11 @@ impl BoundPods {
         self.report(pod, container_status::running(pod, self.address, started)).await;
         let ended = tokio::select! {
             ended = shim.wait() => ended,
-            grace = self.all.until_deleted(pod) => {
+            () = self.all.until_deleted(pod) => {
                 let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
-                match timeout(grace, shim.wait()).await {
-                    Ok(ended) => ended,
-                    Err(_) => {
+                tokio::select! {
+                    ended = shim.wait() => ended,
+                    () = self.all.until_overdue(pod) => {
                         self.clear(pod).await;
                         shim.wait().await
                     }
@@ -235,4 +257,39 @@ async fn insist<T, F: Future<Output = kube::Result<T>>>(pod: &str, ask: impl Fn(
 
 fn namespace_of(pod: &Pod) -> String {
     pod.namespace().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_second_delete_ends_a_pod_at_once() {
+        let pod = |grace: Option<i64>| -> Pod {
+            let deleted = grace.map(|_| "2026-01-01T00:00:00Z");
+            serde_json::from_value(
+                json!({"metadata": {"name": "a", "namespace": "default", "uid": "u", "deletionTimestamp": deleted,
+                "deletionGracePeriodSeconds": grace}}),
+            )
+            .unwrap()
+        };
+        for (what, second) in [
+            ("with --force, which removes the pod", watcher::Event::Delete(pod(Some(30)))),
+            ("with no grace", watcher::Event::Apply(pod(Some(0)))),
+        ] {
+            let (store, mut writer) = reflector::store();
+            let (sender, changed) = watch::channel(());
+            let all = AllPods { store, changed };
+            let own = pod(None);
+            writer.apply_watcher_event(&watcher::Event::Apply(own.clone()));
+            assert_eq!(all.grace(&own), None);
+            writer.apply_watcher_event(&watcher::Event::Apply(pod(Some(30))));
+            all.until_deleted(&own).await;
+            let mut overdue = pin!(all.until_overdue(&own));
+            assert!(timeout(Duration::from_millis(20), &mut overdue).await.is_err(), "{what}");
+            writer.apply_watcher_event(&second);
+            sender.send_replace(());
+            assert!(timeout(Duration::from_secs(5), overdue).await.is_ok(), "{what}");
+        }
+    }
 }

@@ -6,6 +6,7 @@ mod hold;
 mod memory;
 mod order;
 mod patience;
+mod pause;
 mod pins;
 mod recovery;
 mod request;

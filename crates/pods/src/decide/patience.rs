@@ -39,10 +39,10 @@ pub(super) fn resume(round: &mut Round) {
         round.world.under_way.iter().any(|action| matches!(action, Action::ResumeJob(other) if other == job))
     };
     let is_gone = |uid: &str| !round.gangs.iter().any(|gang| gang.job.is_some_and(|job| job.uid == uid));
-    let jobs = round.world.facts.jobs.values().filter(|job| {
-        let is_ours = job.is_suspended && job.suspended_for == Some(SuspendReason::Incomplete);
-        is_ours && is_gone(&job.uid) && round.world.namespaces.contains(&job.namespace)
-    });
+    let jobs =
+        round.world.facts.jobs.values().filter(|job| {
+            job.is_to_be_resumed() && is_gone(&job.uid) && round.world.namespaces.contains(&job.namespace)
+        });
     let jobs: Vec<_> = jobs.map(JobRef::from).filter(|job| !is_under_way(job)).map(Action::ResumeJob).collect();
     round.actions.extend(jobs);
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use api::Rank;
 use broker::job_id::JobId;
 
-use super::{hold::Holdings, request::pin, round::Round};
+use super::{hold::Holdings, pause::pause, request::pin, round::Round};
 use crate::{action::Action, gangs::Gang, jobs::JobState, pod::PodView};
 
 /// What becomes of the pods of a gang that are to be pinned.
@@ -13,8 +13,10 @@ use crate::{action::Action, gangs::Gang, jobs::JobState, pod::PodView};
 pub(super) struct Pins {
     /// The jobs that are pending for them.
     pub pending: BTreeSet<JobId>,
-    /// Jobs had to be submitted.
-    pub are_missing: bool,
+    /// Jobs are being submitted.
+    pub are_submitted: bool,
+    /// Jobs are missing, and can't be submitted for a while.
+    pub are_paused: bool,
 }
 
 /// Submits one job for each rank of `pods`, unless one that lists them is pending.
@@ -47,12 +49,14 @@ pub(super) fn submit_pins<'a>(
                 None => missing.push(*pod),
             }
         }
-        if missing.is_empty() || round.refusal(&round.jobs_of(&gang.id)).is_some() {
+        if missing.is_empty() {
             continue;
         }
-        if let Some(request) = pin(round, gang, &missing, rank) {
+        if pause(round, &gang.id).is_some() {
+            pins.are_paused = true;
+        } else if let Some(request) = pin(round, gang, &missing, rank) {
             round.actions.push(Action::Submit(Box::new(request)));
-            pins.are_missing = true;
+            pins.are_submitted = true;
         }
     }
     pins

@@ -2,19 +2,23 @@
 //!
 //! The queues are stopped. Every gang that had resources gets jobs for the very cores that its pods have, before the old jobs
 //! are cancelled: wherever this is interrupted, it is known what to hold. Then the queues are started, and those jobs are
-//! first. Nothing waits for a rank that is down or drained: its jobs stay pending, and are the first there when it returns.
+//! first. Nothing waits for a rank that is down or drained: its jobs stay pending, and are the first there when it returns. Nor does
+//! anything wait for a gang whose new jobs Flux refuses: what is left of its old ones stays, and holds what it can.
 
 use std::collections::BTreeSet;
 
 use broker::job_id::JobId;
 
-use super::{hold::Holdings, memory::Memory, pins::submit_pins, request::request, round::Round, start::avoided};
+use super::{
+    hold::Holdings, memory::Memory, pause::pause, pins::submit_pins, request::request, round::Round, start::avoided,
+};
 use crate::{
     action::Action,
     gangs::Gang,
     jobs::{JobState, NOTE},
     jobspec::{FIRST_URGENCY, JobRequest},
     pod::PodView,
+    record::GangId,
     world::Queues,
 };
 
@@ -50,11 +54,19 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         Queues::Stopped => {}
     }
     let gangs = std::mem::take(&mut round.gangs);
-    let (mut is_submitting, mut needed) = (false, BTreeSet::new());
+    let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
     for gang in &gangs {
-        is_submitting |= round.is_busy(&gang.id) || give_again(round, memory, gang, &mut needed);
+        if round.is_busy(&gang.id) {
+            is_submitting = true;
+            continue;
+        }
+        match give_again(round, memory, gang, &mut needed) {
+            Again::Asked => {}
+            Again::Submitting => is_submitting = true,
+            Again::Paused => drop(paused.insert(&gang.id)),
+        }
     }
-    let is_canceling = !is_submitting && cancel_old(round, &gangs, &needed);
+    let is_canceling = !is_submitting && cancel_old(round, &gangs, &needed, &paused);
     round.gangs = gangs;
     match (is_submitting, is_canceling) {
         (true, _) => Recovery::Submit,
@@ -72,9 +84,18 @@ fn is_stopping(round: &Round) -> bool {
     round.world.under_way.iter().any(|action| matches!(action, Action::StopQueues(_)))
 }
 
-/// Submits jobs for the cores that `gang` has been given. Returns true if there were any to submit. Adds those that are
-/// pending for that to `needed`.
-fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, needed: &mut BTreeSet<JobId>) -> bool {
+/// How far Flux has been asked for the cores that a gang had been given.
+enum Again {
+    /// All jobs that can be submitted for that are.
+    Asked,
+    /// Some are being submitted.
+    Submitting,
+    /// Some can't be submitted for a while.
+    Paused,
+}
+
+/// Submits jobs for the cores that `gang` has been given. Adds those that are pending for that to `needed`.
+fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, needed: &mut BTreeSet<JobId>) -> Again {
     let jobs = round.jobs_of(&gang.id);
     let holdings = Holdings::of(gang, &jobs, &round.ranks, round.now);
     let on_rank = |pod: &'a PodView| Some((pod, *round.ranks.get(pod.node.as_deref()?)?));
@@ -90,28 +111,35 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
     }
     let pins = submit_pins(round, gang, &holdings, pods);
     needed.extend(pins.pending);
-    pins.are_missing
+    match () {
+        () if pins.are_submitted => Again::Submitting,
+        () if pins.are_paused => Again::Paused,
+        () => Again::Asked,
+    }
 }
 
 /// A gang of which nothing is bound is asked for as a whole, before all others.
-fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, holdings: &Holdings<'a>) -> bool {
+fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, holdings: &Holdings<'a>) -> Again {
     let was_given = holdings.jobs.iter().any(|held| !held.slots.is_empty());
     let is_asked = holdings.jobs.iter().any(|held| held.job.state == JobState::Pending && held.is_whole(gang.size));
     if !was_given || is_asked || gang.problem.is_some() {
-        return false;
+        return Again::Asked;
+    }
+    if pause(round, &gang.id).is_some() {
+        return Again::Paused;
     }
     let pods: Vec<&PodView> = gang.waiting().collect();
     let avoided = avoided(round, memory, gang, &pods);
-    let Ok(request) = request(round, gang, &pods, &avoided, None) else { return false };
+    let Ok(request) = request(round, gang, &pods, &avoided, None) else { return Again::Asked };
     let request = JobRequest { urgency: FIRST_URGENCY, ..request };
     round.actions.push(Action::Submit(Box::new(request)));
-    true
+    Again::Submitting
 }
 
 /// Cancels the jobs that hold resources: all of them are of the broker's earlier life, because nothing is allocated while the
 /// queues are stopped. And those that wait for a gang that has been given jobs on its ranks, or for pods that have ended.
-/// Returns true while there are any.
-fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>) -> bool {
+/// Those of `paused` gangs stay, because nothing else would hold the cores. Returns true while there are any to cancel.
+fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>, paused: &BTreeSet<&GangId>) -> bool {
     let started: BTreeSet<_> =
         gangs.iter().filter(|gang| gang.holding(round.now).next().is_some()).map(|gang| &gang.id).collect();
     let mut any = false;
@@ -122,7 +150,7 @@ fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>) -> bo
         let is_old = match job.state {
             JobState::Pending if record.pinned.is_some() => !needed.contains(&job.id) && !round.has_unseen(record),
             JobState::Pending => started.contains(&record.gang),
-            JobState::Allocated(_) => true,
+            JobState::Allocated(_) => !paused.contains(&record.gang),
             JobState::Ending => {
                 any = true;
                 false

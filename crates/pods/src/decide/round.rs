@@ -7,19 +7,16 @@ use api::Rank;
 use crate::{
     action::Action,
     gangs::{Gang, Known, gangs},
-    jobs::{BridgedJob, Cause, Job, JobState, Jobs, NOTE},
+    jobs::{BridgedJob, Job, JobState, Jobs, NOTE},
     jobspec::JobRequest,
     pod::{FORCED_HOLD, Phase, PodView},
     record::{GangId, GangKind, JobRecord},
     requests::cores,
     target::Target,
-    time::{Millis, SECOND},
+    time::Millis,
     usage::UsageByNode,
     world::{Broker, Pods, Queues, World},
 };
-
-/// How long a gang is not submitted again after Flux has refused its job.
-const REFUSED_FOR: Millis = 30 * SECOND;
 
 pub(super) struct Round<'a> {
     pub world: &'a World,
@@ -31,8 +28,8 @@ pub(super) struct Round<'a> {
     pub gangs: Vec<Gang<'a>>,
     /// What is on the nodes, and what this round adds.
     pub usage: UsageByNode,
-    /// How many cores of each rank belong to pods that the bridge has bound.
-    bound: BTreeMap<Rank, u32>,
+    /// How many cores of each rank belong to pods that the bridge has bound, or to host jobs.
+    taken: BTreeMap<Rank, u32>,
     /// The rank of each node.
     pub ranks: BTreeMap<&'a str, Rank>,
     /// All ranks.
@@ -72,18 +69,22 @@ pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     listed
 }
 
-/// How many cores of each rank belong to those of `pods` that the bridge has bound. `ranks`: the rank of each node.
-fn bound_cores<'a>(
+/// How many cores of each rank belong to `pods`, which the bridge has bound, or to host jobs. `ranks`: the rank of each node.
+fn taken<'a>(
     pods: impl Iterator<Item = &'a PodView>,
+    jobs: &Jobs,
     ranks: &BTreeMap<&str, Rank>,
     targets: &BTreeMap<Rank, Target>,
 ) -> BTreeMap<Rank, u32> {
-    let mut bound = BTreeMap::new();
+    let mut taken: BTreeMap<Rank, u32> = BTreeMap::new();
     for pod in pods {
         let Some(rank) = pod.node.as_deref().and_then(|node| ranks.get(node)) else { continue };
-        *bound.entry(*rank).or_default() += cores(pod.requests.cpu, targets[rank].threads);
+        *taken.entry(*rank).or_default() += cores(pod.requests.cpu, targets[rank].threads);
     }
-    bound
+    for slot in jobs.iter().filter(|job| job.bridged().is_none()).flat_map(Job::held) {
+        *taken.entry(slot.rank).or_default() += u32::try_from(slot.cores.len()).unwrap_or(u32::MAX);
+    }
+    taken
 }
 
 impl<'a> Round<'a> {
@@ -112,7 +113,7 @@ impl<'a> Round<'a> {
             now,
             gangs: gangs(shown.iter().copied(), known, now),
             usage: UsageByNode::of(shown.iter().copied(), |pod| known.is_foreign(pod), now),
-            bound: bound_cores(ours, &ranks, &world.targets),
+            taken: taken(ours, jobs, &ranks, &world.targets),
             ranks,
             members: world.targets.keys().copied().collect(),
             by_gang,
@@ -122,9 +123,9 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// The most cores of a rank that Flux may still give to pods: all but those of bound pods.
+    /// The most cores of a rank that Flux may still give to pods: all but those of bound pods and of host jobs.
     pub fn may_be_free(&self, target: &Target) -> u32 {
-        target.cores.saturating_sub(self.bound.get(&target.rank).copied().unwrap_or_default())
+        target.cores.saturating_sub(self.taken.get(&target.rank).copied().unwrap_or_default())
     }
 
     /// The jobs of a gang, those that ended a short while ago among them.
@@ -191,17 +192,5 @@ impl<'a> Round<'a> {
             phases if phases.contains(&Some(Phase::Failed)) => 256,
             _ => 15,
         }
-    }
-
-    /// Why a gang with these jobs is not submitted again for a while: Flux's words.
-    pub fn refusal(&mut self, jobs: &[(&Job, &BridgedJob)]) -> Option<String> {
-        let ends = jobs.iter().filter_map(|(job, _)| job.ended_by.as_ref());
-        let refused = ends.filter_map(|(cause, at)| match cause {
-            Cause::Refused(words) | Cause::Other(words) => Some((at.saturating_add(REFUSED_FOR), words)),
-            Cause::Canceled | Cause::Ours => None,
-        });
-        let (until, words) = refused.max_by_key(|(until, _)| *until).filter(|(until, _)| *until > self.now)?;
-        self.wake_at(until);
-        Some(words.clone())
     }
 }

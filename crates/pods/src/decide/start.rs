@@ -8,6 +8,7 @@ use broker::job_id::JobId;
 use super::{
     hold::{Held, Holdings},
     memory::Memory,
+    pause::pause,
     request::{is_as_wanted, is_large_enough, request},
     round::Round,
     words::Words,
@@ -85,8 +86,8 @@ pub(super) fn ask<'a>(
         let words = wait(round, held, request, gang.since(), queue);
         return Progress { needed: [held.job.id].into(), words };
     }
-    if let Some(words) = round.refusal(&round.jobs_of(&gang.id)) {
-        return Progress { words: Some(Words::refused_by_flux(&words)), ..Progress::default() };
+    if let Some(words) = pause(round, &gang.id) {
+        return Progress { words: Some(words), ..Progress::default() };
     }
     round.actions.push(Action::Submit(Box::new(request)));
     Progress::default()

@@ -46,9 +46,9 @@ impl Words {
         Self { reason: Reason::Unschedulable, message: no_place.to_string() }
     }
 
-    /// Flux has refused its job.
-    pub fn refused_by_flux(words: &str) -> Self {
-        Self { reason: Reason::Unschedulable, message: format!("Flux refuses its job: {words}") }
+    /// Flux has ended its job: as a rule, because no resources of the instance could satisfy it.
+    pub fn ended_by_flux(words: &str) -> Self {
+        Self { reason: Reason::Unschedulable, message: format!("Flux has ended its job: {words}") }
     }
 
     /// Flux or the API server has refused what the bridge wanted for it.

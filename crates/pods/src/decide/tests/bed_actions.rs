@@ -69,6 +69,13 @@ impl Bed {
         self.answered(serial, 0);
     }
 
+    /// Submits a job of one process with this many cores, for one rank.
+    pub fn submit_host_job_on(&mut self, rank: &str, cores: u32) {
+        let slot = json!({"type": "slot", "count": 1, "label": "task", "with": [{"type": "core", "count": cores}]});
+        let system = json!({"constraints": {"ranks": [rank]}});
+        self.submit(&json!({"resources": [slot], "attributes": {"system": system}}), 16, 0);
+    }
+
     /// The pod gets a deletion timestamp, or is gone if it is not bound.
     pub fn delete(&mut self, uid: &str, serial: u64) {
         let Some(pod) = self.pods.get_mut(uid) else { return };

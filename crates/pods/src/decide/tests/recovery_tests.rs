@@ -5,7 +5,7 @@ use broker::job_id::JobId;
 use super::{
     again,
     bed::{Bed, FluxJob},
-    gang, with_job,
+    gang, gang_id, with_job,
 };
 use crate::{
     action::Action,
@@ -140,6 +140,42 @@ fn nothing_waits_for_a_rank_that_is_down() {
     bed.settle();
     assert!(is_allocated(&bed, "default/g 1x1"), "it is the first there");
     assert!(bed.bound().contains(&"g2@node1".to_owned()));
+}
+
+#[test]
+fn nothing_waits_for_a_gang_whose_jobs_flux_refuses() {
+    for (what, keeps) in [("its old job holds its cores", true), ("nobody holds its cores", false)] {
+        let mut bed = running();
+        let before = bed.bound();
+        bed.restart_broker(|_| keeps, false);
+        bed.seen.refused.insert(gang_id("g"), "job submission is disabled".into());
+        bed.settle();
+        assert_eq!((bed.broker().queues, bed.bound().len()), (Queues::Started, 3), "{what}");
+        let old = bed.shown_jobs().contains(&"default/g 3x1 @0-1".to_owned());
+        assert_eq!(old, keeps, "{what}");
+        // Once Flux takes jobs again, what is missing is asked for.
+        bed.seen.refused.clear();
+        bed.settle();
+        assert!(before.iter().all(|pod| bed.bound().contains(pod)), "{what}");
+        let asked: u32 = bed.jobs.values().filter_map(FluxJob::bridged).map(|job| job.shape.slots).sum();
+        assert_eq!(asked, 5, "{what}: {:?}", bed.shown_jobs());
+    }
+}
+
+#[test]
+fn a_gang_that_was_given_cores_and_can_not_be_asked_for_again_is_bound_to_them() {
+    let mut bed = Bed::new(&[2]);
+    bed.create(gang("g", 2));
+    bed.deliver(usize::MAX, usize::MAX);
+    bed.decide().actions.iter().for_each(|action| bed.carry_out(action));
+    bed.schedule();
+    bed.restart_broker(|_| true, false);
+    bed.seen.refused.insert(gang_id("g"), "job submission is disabled".into());
+    bed.settle();
+    assert_eq!((bed.broker().queues, bed.shown_jobs()), (Queues::Started, vec!["default/g 2x1 @0".to_owned()]));
+    bed.seen.refused.clear();
+    bed.settle();
+    assert_eq!(bed.bound(), ["g0@node0", "g1@node0"]);
 }
 
 #[test]

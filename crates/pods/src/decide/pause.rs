@@ -1,0 +1,20 @@
+//! After a refusal a gang is left alone for a while.
+
+use super::{round::Round, words::Words};
+use crate::{jobs::Cause, record::GangId, world::PAUSE};
+
+/// Why nothing is submitted for `gang` for a while: its last request was refused, or Flux has ended its job.
+pub(super) fn pause(round: &mut Round, gang: &GangId) -> Option<Words> {
+    if let Some(words) = round.world.refused.get(gang) {
+        return Some(Words::refused(words));
+    }
+    let jobs = round.jobs_of(gang);
+    let ends = jobs.iter().filter_map(|(job, _)| job.ended_by.as_ref());
+    let by_flux = ends.filter_map(|(cause, at)| match cause {
+        Cause::Denied(words) | Cause::Other(words) => Some((at.saturating_add(PAUSE), words)),
+        Cause::Canceled | Cause::Ours => None,
+    });
+    let (until, words) = by_flux.max_by_key(|(until, _)| *until).filter(|(until, _)| *until > round.now)?;
+    round.wake_at(until);
+    Some(Words::ended_by_flux(words))
+}
