@@ -1,5 +1,5 @@
-"""A real cluster that can be damaged, its hosts, and rows of things that are done to it: for cluster_faults.py and
-cluster_elastic.py."""
+"""A real cluster that can be damaged, its hosts, and rows of things that are done to it: for cluster_faults.py, cluster_elastic.py
+and cluster_pods.py."""
 
 import argparse, json, re, shlex, statistics, subprocess, sys, time
 

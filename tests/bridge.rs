@@ -2,26 +2,21 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 
+#[path = "support/bare_cluster.rs"]
+mod bare_cluster;
 #[path = "support/needs.rs"]
 mod needs;
 mod support;
 
-use std::{
-    collections::BTreeMap,
-    path::PathBuf,
-    process::{Command, Stdio},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
+use bare_cluster::{BareCluster, NAMESPACE, client, kubelets, make_account, make_node, pod};
 use bridge::{Bridge, Told};
-use futures::StreamExt;
-use k8s_openapi::api::core::v1::{Event, Node, Pod, PodCondition, ServiceAccount};
+use k8s_openapi::api::core::v1::{Event, Pod, PodCondition};
 use kube::{
-    Api, Client, Config, ResourceExt,
-    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
-    config::{KubeConfigOptions, Kubeconfig},
-    runtime::{WatchStreamExt, wait::await_condition, watcher},
+    Api, Client, ResourceExt,
+    api::{DeleteParams, ListParams, PostParams},
+    runtime::wait::await_condition,
 };
 use model::fixture::roster;
 use needs::{NODES, Need, skips_without};
@@ -31,34 +26,6 @@ use support::real_broker::{RealBroker, connect, flux, lead, run, start, until_on
 use tokio::{sync::watch, task::JoinHandle, time::timeout};
 
 const PATIENCE: Duration = Duration::from_mins(1);
-const NAMESPACE: &str = "default";
-
-/// An API server without any node of its own.
-struct Cluster(tempfile::TempDir);
-
-impl Cluster {
-    fn local(&self, words: &[&str]) -> String {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
-        command.arg("local").args(words).stdin(Stdio::null());
-        let output = command.env("FLUX_DISTRIBUTE_LOCAL_DIR", self.0.path().join("state")).output().unwrap();
-        assert!(output.status.success(), "local {words:?}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    async fn client(&self) -> Client {
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let kubeconfig = Kubeconfig::from_yaml(&self.local(&["kubeconfig"])).unwrap();
-        let mut config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
-        config.proxy_url = None;
-        Client::try_from(config).unwrap()
-    }
-}
-
-impl Drop for Cluster {
-    fn drop(&mut self) {
-        self.local(&["down"]);
-    }
-}
 
 /// Three nodes of four cores each, on which pods and jobs run.
 struct Bed {
@@ -68,7 +35,7 @@ struct Bed {
     brokers: Vec<RealBroker>,
     kubelet: JoinHandle<()>,
     bridge: JoinHandle<()>,
-    _cluster: Cluster,
+    _cluster: BareCluster,
 }
 
 impl Drop for Bed {
@@ -85,26 +52,18 @@ impl Bed {
         if skips_without(NODES.into_iter().chain([Need::ApiServer])) {
             return None;
         }
-        let cluster = Cluster(tempfile::tempdir().unwrap());
-        let file = cluster.0.path().join("instance.yaml");
-        let spec = json!({"nodes": {"selector": {"matchLabels": {"no": "node"}}}});
-        let instance = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
-                              "metadata": {"name": "flux"}, "spec": spec});
-        std::fs::write(&file, instance.to_string()).unwrap();
-        cluster.local(&["up", "--no-wait", "--api", "real", "--nodes", "1", "--instance", file.to_str().unwrap()]);
-        let client = cluster.client().await;
+        let cluster = BareCluster::up();
+        let client = client(&cluster.kubeconfig()).await;
+        make_account(&client).await;
         let base = tempfile::tempdir().unwrap();
         let (first, connection) = lead(&flux, base.path(), 3, "0-3").await;
         let brokers = vec![first, start(&flux, base.path(), 1), start(&flux, base.path(), 2)];
         until_online(&connection, "0-2").await;
-        let account = ServiceAccount { metadata: named("default"), ..ServiceAccount::default() };
-        let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), NAMESPACE);
-        let _ = accounts.create(&PostParams::default(), &account).await;
         let mut members = BTreeMap::new();
         for rank in 0..3 {
-            members.insert(rank, node(&client, &format!("machine{rank}")).await);
+            members.insert(rank, make_node(&client, &format!("machine{rank}"), 4).await);
         }
-        let kubelet = tokio::spawn(kubelet(client.clone()));
+        let kubelet = tokio::spawn(kubelets(client.clone()));
         let mut bed = Self { flux, bridge: tokio::spawn(async {}), client, brokers, kubelet, base, _cluster: cluster };
         bed.begin_bridge(&members);
         Some(bed)
@@ -141,15 +100,7 @@ impl Bed {
     }
 
     async fn make(&self, name: &str, cores: u32, annotations: Value) {
-        let pod = json!({
-            "metadata": {"name": name, "annotations": annotations},
-            "spec": {
-                "schedulerName": "flux",
-                "automountServiceAccountToken": false,
-                "containers": [{"name": "c", "image": "none", "resources": {"requests": {"cpu": cores.to_string()}}}],
-            },
-        });
-        self.pods().create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+        self.pods().create(&PostParams::default(), &pod(name, cores, &annotations)).await.unwrap();
     }
 
     /// Waits until `holds` of the pod.
@@ -197,44 +148,8 @@ impl Bed {
     }
 }
 
-fn named(name: &str) -> k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta {
-    k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta { name: Some(name.to_owned()), ..Default::default() }
-}
-
-/// Makes a Ready Node of four cores. Returns its uid.
-async fn node(client: &Client, name: &str) -> String {
-    let nodes: Api<Node> = Api::all(client.clone());
-    let made = nodes.create(&PostParams::default(), &Node { metadata: named(name), ..Node::default() }).await.unwrap();
-    let amount = json!({"cpu": "4", "memory": "8Gi", "pods": "110", "ephemeral-storage": "10Gi"});
-    let ready = json!([{"type": "Ready", "status": "True", "reason": "Test", "message": ""}]);
-    let status = json!({"status": {"capacity": amount, "allocatable": amount, "conditions": ready}});
-    nodes.patch_status(name, &PatchParams::default(), &Patch::Merge(status)).await.unwrap();
-    // The API server gives a new Node the taint of one that is not ready; nobody takes it off here.
-    let untainted = json!({"spec": {"taints": null}});
-    nodes.patch(name, &PatchParams::default(), &Patch::Merge(untainted)).await.unwrap();
-    made.uid().unwrap()
-}
-
 fn has_condition(pod: &Pod, holds: impl Fn(&PodCondition) -> bool) -> bool {
     pod.status.iter().flat_map(|status| status.conditions.iter().flatten()).any(holds)
-}
-
-/// Takes up pods that are bound, and removes those that are deleted.
-async fn kubelet(client: Client) {
-    let pods: Api<Pod> = Api::namespaced(client, NAMESPACE);
-    let mut events = watcher(pods.clone(), watcher::Config::default()).default_backoff().applied_objects().boxed();
-    while let Some(event) = events.next().await {
-        let Ok(pod) = event else { continue };
-        let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
-        let name = pod.name_any();
-        if is_bound && pod.metadata.deletion_timestamp.is_some() {
-            let _ = pods.delete(&name, &DeleteParams::default().grace_period(0)).await;
-        } else if is_bound && pod.status.as_ref().is_none_or(|status| status.start_time.is_none()) {
-            let now = k8s_openapi::jiff::Timestamp::now();
-            let status = json!({"status": {"phase": "Running", "startTime": now}});
-            let _ = pods.patch_status(&name, &PatchParams::default(), &Patch::Merge(status)).await;
-        }
-    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -53,6 +53,11 @@ pub fn flux() -> Option<PathBuf> {
 
 /// Starts rank `rank` by the very command line of production, with its directories moved.
 pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
+    start_with(flux, base, rank, &[])
+}
+
+/// [`start`] with more in the environment.
+pub fn start_with(flux: &Path, base: &Path, rank: u32, environment: &[(&str, &str)]) -> RealBroker {
     let settings = EpochSettings {
         max_size: 4,
         topology: "custom".to_owned(),
@@ -88,6 +93,7 @@ pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
         .args(moved)
         .env_clear()
         .envs(&order.env)
+        .envs(environment.iter().copied())
         .stdin(Stdio::null())
         .stdout(log.try_clone().unwrap())
         .stderr(log)

@@ -1,0 +1,235 @@
+//! How fast gangs of pods go through Flux: a real API server and a real Flux, with nodes and kubelets that are played. The bridge runs in
+//! a process of its own, as it does in the lead's agent.
+//!
+//!     FLUX_PREFIX=… KUBEBUILDER_ASSETS=… cargo bench --bench pods -- GANGS MEMBERS NODES OTHERS
+//!
+//! OTHERS: pods of another scheduler, which the bridge lists and leaves alone.
+#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
+
+#[path = "../tests/support/bare_cluster.rs"]
+mod bare_cluster;
+#[path = "../tests/support/needs.rs"]
+mod needs;
+#[path = "../tests/support/real_broker.rs"]
+mod real_broker;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use bare_cluster::{BareCluster, NAMESPACE, client, kubelets, make_account, make_node, pod};
+use bridge::{Bridge, Told};
+use futures::{StreamExt, stream};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::{
+    Api, Client, ResourceExt,
+    api::{ListParams, PostParams},
+    runtime::{WatchStreamExt, watcher},
+};
+use model::fixture::roster;
+use pods::world::Settings;
+use real_broker::{RealBroker, configure, connect, start_with};
+use serde_json::json;
+use tokio::{sync::watch, time::sleep};
+
+const CORES: u32 = 16;
+
+#[tokio::main]
+async fn main() {
+    let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench").collect::<Vec<_>>();
+    let arguments = arguments.iter().map(String::as_str).collect::<Vec<_>>();
+    match arguments[..] {
+        ["bridge", kubeconfig, socket] => run_bridge(kubeconfig, Path::new(socket)).await,
+        [gangs, members, nodes, others] => {
+            let number = |text: &str| text.parse::<usize>().unwrap();
+            measure(number(gangs), number(members), nodes.parse().unwrap(), number(others)).await;
+        }
+        _ => eprintln!("usage: GANGS MEMBERS NODES OTHERS"),
+    }
+}
+
+/// The bridge alone, as the lead's agent begins it.
+async fn run_bridge(kubeconfig: &str, socket: &Path) {
+    let client = client(&fs::read_to_string(kubeconfig).unwrap()).await;
+    let nodes = Api::<Node>::all(client.clone()).list(&ListParams::default()).await.unwrap();
+    let uids: BTreeMap<String, String> =
+        nodes.into_iter().map(|node| (node.name_any(), node.uid().unwrap_or_default())).collect();
+    let names: Vec<_> = (0..uids.len()).map(|rank| format!("machine{rank}")).collect();
+    let members: Vec<_> = names.iter().map(|name| (name.as_str(), CORES)).collect();
+    let mut roster = roster(u32::try_from(names.len()).unwrap(), &members);
+    for entry in roster.ranks.values_mut() {
+        let member = entry.member.as_mut().unwrap();
+        member.uid.clone_from(&uids[&member.node]);
+    }
+    let (_sender, told) = watch::channel(Told { roster: Arc::new(roster), settings: Settings::default() });
+    let socket = socket.to_owned();
+    let connect = move || -> futures::future::BoxFuture<'static, _> {
+        let socket = socket.clone();
+        Box::pin(async move { broker::rfc3::Client::connect(&socket).await })
+    };
+    let report = watch::channel(api::PodCounts::default()).0;
+    bridge::run(Bridge { client, connect: Box::new(connect), told, identity: "lead".into(), report }).await;
+}
+
+/// A bridge in a process of its own; killed when dropped.
+struct BridgeProcess(Child);
+
+impl BridgeProcess {
+    fn start(kubeconfig: &Path, socket: &Path) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        Self(command.arg("bridge").args([kubeconfig, socket]).spawn().unwrap())
+    }
+
+    /// The most memory that it has had, in MiB.
+    fn memory(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmHWM")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024
+    }
+
+    /// Processor time so far, in hundredths of a second.
+    fn used(&self) -> u64 {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.0.id())).unwrap();
+        let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+    }
+}
+
+impl Drop for BridgeProcess {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The broker of rank 0; all other ranks count as online.
+fn start_lead(flux: &Path, base: &Path) -> RealBroker {
+    let tasks = base.join("modprobe/rc1.d");
+    fs::create_dir_all(&tasks).unwrap();
+    let text = "def setup(context):\n    context.setopt(\"resource\", \"monitor-force-up\")\n";
+    fs::write(tasks.join("up.py"), text).unwrap();
+    start_with(flux, base, 0, &[("FLUX_MODPROBE_PATH_PREPEND", base.join("modprobe").to_str().unwrap())])
+}
+
+async fn until_allocated(broker: &RealBroker, cores: usize) {
+    let client = connect(broker).await;
+    while !broker::status::instance(&client).await.is_ok_and(|instance| instance.allocated.cores == cores) {
+        sleep(Duration::from_millis(200)).await;
+    }
+}
+
+async fn make(client: &Client, pods: Vec<Pod>) {
+    let api: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    let create = |pod: Pod| {
+        let api = api.clone();
+        async move { drop(api.create(&PostParams::default(), &pod).await.unwrap()) }
+    };
+    stream::iter(pods).for_each_concurrent(16, create).await;
+}
+
+/// When each pod was seen first and when it was seen bound, until `count` are bound.
+async fn until_bound(client: &Client, count: usize) -> Vec<Duration> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    let mut events = watcher(pods, watcher::Config::default()).default_backoff().applied_objects().boxed();
+    let mut seen: BTreeMap<String, Instant> = BTreeMap::new();
+    let mut took: BTreeMap<String, Duration> = BTreeMap::new();
+    while took.len() < count {
+        let Some(Ok(pod)) = events.next().await else { continue };
+        let (name, now) = (pod.name_any(), Instant::now());
+        let first = *seen.entry(name.clone()).or_insert(now);
+        if pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some()) {
+            took.entry(name).or_insert(now - first);
+        }
+    }
+    took.into_values().collect()
+}
+
+async fn until_one_more_is_bound(client: &Client, name: &str) -> Duration {
+    let begin = Instant::now();
+    make(client, vec![pod(name, 1, &json!({}))]).await;
+    let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    let is_bound = |pod: Option<&Pod>| pod.is_some_and(|pod| pod.spec.as_ref().unwrap().node_name.is_some());
+    kube::runtime::wait::await_condition(pods, name, is_bound).await.unwrap();
+    begin.elapsed()
+}
+
+async fn measure(gangs: usize, members: usize, nodes: u32, others: usize) {
+    let flux: PathBuf = needs::flux_prefix().join("bin/flux");
+    let cluster = BareCluster::up();
+    let base = tempfile::tempdir().unwrap();
+    let kubeconfig = base.path().join("kubeconfig");
+    fs::write(&kubeconfig, cluster.kubeconfig()).unwrap();
+    let client = client(&cluster.kubeconfig()).await;
+    make_account(&client).await;
+    let names: Vec<_> = (0..nodes).map(|rank| format!("machine{rank}")).collect();
+    stream::iter(&names).for_each_concurrent(16, async |name| drop(make_node(&client, name, CORES).await)).await;
+    configure(&flux, base.path(), nodes, &format!("0-{}", CORES - 1));
+    let mut broker = start_lead(&flux, base.path());
+    until_allocated(&broker, 0).await;
+    let kubelets = tokio::spawn(kubelets(client.clone()));
+    let mut bridge = BridgeProcess::start(&kubeconfig, &broker.socket());
+    until_one_more_is_bound(&client, "first").await;
+    println!("{nodes} nodes of {CORES} cores, {gangs} gangs of {members} pods");
+
+    let all = gangs * members;
+    let pods = (0..all).map(|number| {
+        let gang = format!("g{}", number / members);
+        let annotations = json!({"distribute.flux-framework.org/gang": gang,
+                                 "distribute.flux-framework.org/gang-size": members.to_string()});
+        pod(&format!("{gang}-{}", number % members), 1, &annotations)
+    });
+    let begin = Instant::now();
+    let bound = async {
+        let took = until_bound(&client, all + 1).await;
+        (took, begin.elapsed())
+    };
+    let made = async {
+        make(&client, pods.collect()).await;
+        println!("made after {:.1} s", begin.elapsed().as_secs_f64());
+    };
+    let ((mut took, elapsed), ()) = futures::join!(bound, made);
+    took.sort_unstable();
+    let second = |part: usize| took[(took.len() - 1) * part / 100].as_secs_f64();
+    let rate = all as f64 / elapsed.as_secs_f64();
+    println!(
+        "bound after {:.1} s: {rate:.0} pods/s; from seen to bound: median {:.1} s, p99 {:.1} s",
+        elapsed.as_secs_f64(),
+        second(50),
+        second(99)
+    );
+    println!("the bridge has had {} MiB", bridge.memory());
+
+    let used = bridge.used();
+    sleep(Duration::from_secs(20)).await;
+    println!("idle for 20 s: {:.2} s of processor time", (bridge.used() - used) as f64 / 100.0);
+
+    let begin = Instant::now();
+    drop(broker);
+    broker = start_lead(&flux, base.path());
+    until_allocated(&broker, all + 1).await;
+    let held = begin.elapsed();
+    until_one_more_is_bound(&client, "after-the-broker").await;
+    println!(
+        "broker killed: all cores held again after {:.1} s, the queue open after {:.1} s",
+        held.as_secs_f64(),
+        begin.elapsed().as_secs_f64()
+    );
+
+    let theirs = (0..others).map(|number| {
+        let mut pod = pod(&format!("other{number}"), 1, &json!({}));
+        pod.spec.as_mut().unwrap().scheduler_name = Some("another".into());
+        pod
+    });
+    make(&client, theirs.collect()).await;
+    drop(bridge);
+    bridge = BridgeProcess::start(&kubeconfig, &broker.socket());
+    let took = until_one_more_is_bound(&client, "after-the-bridge").await;
+    println!("bridge killed beside {} pods: the next pod bound after {:.1} s", all + others, took.as_secs_f64());
+    println!("the bridge has had {} MiB", bridge.memory());
+    kubelets.abort();
+}

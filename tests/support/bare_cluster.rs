@@ -1,0 +1,120 @@
+//! A real API server without nodes, and Nodes and kubelets that are played.
+
+use std::process::{Command, Stdio};
+
+use futures::StreamExt;
+use k8s_openapi::{
+    api::core::v1::{Node, Pod, ServiceAccount},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use kube::{
+    Api, Client, Config, ResourceExt,
+    api::{DeleteParams, Patch, PatchParams, PostParams},
+    config::{KubeConfigOptions, Kubeconfig},
+    runtime::{WatchStreamExt, watcher},
+};
+use serde_json::json;
+
+pub const NAMESPACE: &str = "default";
+
+/// A real API server; ended when dropped.
+pub struct BareCluster(tempfile::TempDir);
+
+impl BareCluster {
+    pub fn up() -> Self {
+        let cluster = Self(tempfile::tempdir().unwrap());
+        let file = cluster.0.path().join("instance.yaml");
+        let spec = json!({"nodes": {"selector": {"matchLabels": {"no": "node"}}}});
+        let instance = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
+                              "metadata": {"name": "flux"}, "spec": spec});
+        std::fs::write(&file, instance.to_string()).unwrap();
+        cluster.local(&["up", "--no-wait", "--api", "real", "--nodes", "1", "--instance", file.to_str().unwrap()]);
+        cluster
+    }
+
+    fn local(&self, words: &[&str]) -> String {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
+        command.arg("local").args(words).stdin(Stdio::null());
+        let output = command.env("FLUX_DISTRIBUTE_LOCAL_DIR", self.0.path().join("state")).output().unwrap();
+        assert!(output.status.success(), "local {words:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// What [`client`] takes.
+    pub fn kubeconfig(&self) -> String {
+        self.local(&["kubeconfig"])
+    }
+}
+
+impl Drop for BareCluster {
+    fn drop(&mut self) {
+        self.local(&["down"]);
+    }
+}
+
+pub async fn client(kubeconfig: &str) -> Client {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let kubeconfig = Kubeconfig::from_yaml(kubeconfig).unwrap();
+    let mut config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
+    config.proxy_url = None;
+    Client::try_from(config).unwrap()
+}
+
+/// The account that pods run as, which nobody else makes here.
+pub async fn make_account(client: &Client) {
+    let account = ServiceAccount { metadata: named("default"), ..ServiceAccount::default() };
+    let _ = Api::namespaced(client.clone(), NAMESPACE).create(&PostParams::default(), &account).await;
+}
+
+/// Makes a Ready Node of so many cores. Returns its uid.
+pub async fn make_node(client: &Client, name: &str, cores: u32) -> String {
+    let nodes: Api<Node> = Api::all(client.clone());
+    let made = nodes.create(&PostParams::default(), &Node { metadata: named(name), ..Node::default() }).await.unwrap();
+    let amount = json!({"cpu": cores.to_string(), "memory": "8Gi", "pods": "110", "ephemeral-storage": "10Gi"});
+    let ready = json!([{"type": "Ready", "status": "True", "reason": "Test", "message": ""}]);
+    let status = json!({"status": {"capacity": amount, "allocatable": amount, "conditions": ready}});
+    nodes.patch_status(name, &PatchParams::default(), &Patch::Merge(status)).await.unwrap();
+    // The API server gives a new Node the taint of one that is not ready; nobody takes it off here.
+    let untainted = json!({"spec": {"taints": null}});
+    nodes.patch(name, &PatchParams::default(), &Patch::Merge(untainted)).await.unwrap();
+    made.uid().unwrap()
+}
+
+/// Takes up pods that are bound, and removes those that are deleted: for all nodes at once.
+pub async fn kubelets(client: Client) {
+    let pods: Api<Pod> = Api::namespaced(client, NAMESPACE);
+    let events = watcher(pods.clone(), watcher::Config::default()).default_backoff().applied_objects();
+    let take_up = |event: Result<Pod, watcher::Error>| {
+        let pods = pods.clone();
+        async move {
+            let Ok(pod) = event else { return };
+            let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
+            let name = pod.name_any();
+            if is_bound && pod.metadata.deletion_timestamp.is_some() {
+                let _ = pods.delete(&name, &DeleteParams::default().grace_period(0)).await;
+            } else if is_bound && pod.status.as_ref().is_none_or(|status| status.start_time.is_none()) {
+                let now = k8s_openapi::jiff::Timestamp::now();
+                let status = json!({"status": {"phase": "Running", "startTime": now}});
+                let _ = pods.patch_status(&name, &PatchParams::default(), &Patch::Merge(status)).await;
+            }
+        }
+    };
+    events.for_each_concurrent(8, take_up).await;
+}
+
+/// A pod for Flux that asks for so many cores.
+pub fn pod(name: &str, cores: u32, annotations: &serde_json::Value) -> Pod {
+    let pod = json!({
+        "metadata": {"name": name, "annotations": annotations},
+        "spec": {
+            "schedulerName": "flux",
+            "automountServiceAccountToken": false,
+            "containers": [{"name": "c", "image": "none", "resources": {"requests": {"cpu": cores.to_string()}}}],
+        },
+    });
+    serde_json::from_value(pod).unwrap()
+}
+
+fn named(name: &str) -> ObjectMeta {
+    ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() }
+}
