@@ -65,6 +65,7 @@ pub fn start(flux: &Path, base: &Path, rank: u32) -> RealBroker {
         checkpoint_period: "1m".to_owned(),
         spare_shape: None,
         pods: false,
+        only_whole_cores: false,
     };
     let name = format!("node{rank}");
     let identity = BrokerIdentity {
