@@ -20,6 +20,7 @@ use pods::{
     action::{Action, PodRef},
     decide::{Decision, Memory, Report, Standing, decide},
     facts::Facts,
+    jobs::Jobs,
     target::Target,
     time::Millis,
     world::World,
@@ -220,7 +221,9 @@ impl Kubernetes {
         let theirs = known.filter(|pod| namespaces.contains(&pod.namespace));
         let facts: Facts = self.lookups.facts(&self.bridge.client, theirs, kube_jobs).await;
         let targets = targets(&told.roster, nodes);
-        let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::take(&mut life.flux.jobs));
+        // Lent to the world, without a copy.
+        let none = Jobs::of(life.flux.client.uid());
+        let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::replace(&mut life.flux.jobs, none));
         jobs.forget(now, |uid| pods.by_uid.contains_key(uid));
         life.under_way.settle(&jobs, &pods, &facts);
         let mut world = World {
@@ -238,7 +241,9 @@ impl Kubernetes {
         let began = Instant::now();
         let decision = if may_decide { decide(&world, memory, now) } else { Decision::loading() };
         life.took = began.elapsed();
-        life.flux.jobs = world.jobs.take().unwrap_or_default();
+        if let Some(jobs) = world.jobs.take() {
+            life.flux.jobs = jobs;
+        }
         self.watched.pods = world.pods.take().unwrap_or_default();
         Ok(decision)
     }
