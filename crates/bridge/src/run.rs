@@ -229,6 +229,7 @@ impl Kubernetes {
         let mut world = World {
             settings: told.settings,
             broker: Some(broker),
+            is_closing: told.is_closing,
             jobs: Some(jobs),
             pods: Some(pods),
             targets,
@@ -258,11 +259,15 @@ impl Kubernetes {
                 life.decided.push(action);
                 continue;
             }
-            if action == Action::StartQueues
-                && let Err(error) = self.lease.renew(Some(&life.flux.name)).await
-            {
-                info!(error = error_chain(&error), "can't name the broker in Lease flux-bridge");
-                continue;
+            if action == Action::StartQueues {
+                if let Err(error) = self.lease.renew(Some(&life.flux.name)).await {
+                    info!(error = error_chain(&error), "can't name the broker in Lease flux-bridge");
+                    continue;
+                }
+                // The API server may have taken long to answer, and the agent may be about to stop the broker now.
+                if self.bridge.told.borrow().is_closing {
+                    continue;
+                }
             }
             let (number, tools) = (life.under_way.begin(action.clone()), life.tools.clone());
             life.answers.push(async move { (number, tools.carry_out(action).await) }.boxed());

@@ -2,6 +2,7 @@
 
 use broker::{
     jobs::{JobStates, cancel, own_jobs},
+    queues::{QueueError, is_scheduler_offline},
     rfc3::{Client, RpcError},
     status::InstanceStatus,
 };
@@ -10,6 +11,9 @@ use pods::{
     jobspec::could_be_bridged,
     occupied::{Occupied, occupied},
 };
+use tracing::info;
+
+use crate::flux::start_queues;
 
 /// Tells apart what jobs hold. `instance`: the lead's report, asked for just now.
 ///
@@ -23,17 +27,27 @@ pub async fn ask_occupied(client: &Client, instance: &InstanceStatus) -> Result<
     Ok(occupied(&instance.allocated_resources, &jobs))
 }
 
-/// Cancels the jobs that a bridge has left, which nobody would ever end. Pods that run stay. Returns how many there were.
+/// Ends what a bridge has left in an instance that has no bridge any more: cancels its jobs, which nobody would ever end, and, if
+/// `starts_queues`, starts the queues that wait for a bridge. Pods that run stay.
 ///
 /// # Errors
-/// [`RpcError`]; a timeout if the lead is gone.
-pub async fn cancel_left(client: &Client) -> Result<usize, RpcError> {
+/// [`QueueError`]. To be tried again, above all after [`QueueError::SchedulerIsOffline`].
+pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueError> {
     let jobs = jobs(client, JobStates::Active).await?;
-    let mut count = 0;
     for (job, _) in jobs.bridged().filter(|(job, _)| job.is_active()) {
-        count += usize::from(cancel(client, job.id, &format!("{NOTE}they are off; its pods run on")).await?);
+        // What ends while the scheduler is offline keeps its cores for ever.
+        if is_scheduler_offline(client).await? {
+            return Err(QueueError::SchedulerIsOffline);
+        }
+        if cancel(client, job.id, &format!("{NOTE}they are off; its pods run on")).await? {
+            info!(job = %job.id, "cancelled a job of pods: spec.pods.enabled is off");
+        }
     }
-    Ok(count)
+    // Not before: a job that is pending would get its cores, only to lose them.
+    if starts_queues {
+        start_queues(client).await?;
+    }
+    Ok(())
 }
 
 async fn jobs(client: &Client, states: JobStates) -> Result<Jobs, RpcError> {
