@@ -10,6 +10,7 @@
 mod bare_cluster;
 #[path = "../tests/support/needs.rs"]
 mod needs;
+#[allow(dead_code)]
 #[path = "../tests/support/real_broker.rs"]
 mod real_broker;
 
@@ -66,7 +67,8 @@ async fn run_bridge(kubeconfig: &str, socket: &Path) {
         let member = entry.member.as_mut().unwrap();
         member.uid.clone_from(&uids[&member.node]);
     }
-    let (_sender, told) = watch::channel(Told { roster: Arc::new(roster), settings: Settings::default() });
+    let (_sender, told) =
+        watch::channel(Told { roster: Arc::new(roster), settings: Settings::default(), is_closing: false });
     let socket = socket.to_owned();
     let connect = move || -> futures::future::BoxFuture<'static, _> {
         let socket = socket.clone();

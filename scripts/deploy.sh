@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 manifest=deploy/daemonset-installer.yaml
+pods=deploy/pods.yaml
 kubectl=${KUBECTL:-kubectl}
 command -v "$kubectl" >/dev/null || {
     echo "there is no $kubectl: install kubectl (https://kubernetes.io/docs/tasks/tools), or set KUBECTL to where it is" >&2
@@ -64,7 +65,7 @@ $(sed 's/^/  /' <<<"$still")
 - A host that waits for running jobs: let them end or cancel them (flux cancel --all), then run make undeploy again.
 - A node that is gone for good: $kubectl -n flux-distribute delete fluxnode NODE
 - A node without an agent, as by a taint or label that came later: take that off, or run flux-distribute uninstall there
-- To delete the rest now and leave these hosts as they are: $kubectl delete -f $manifest
+- To delete the rest now and leave these hosts as they are: $kubectl delete --ignore-not-found -f $pods -f $manifest
 END
                 exit 1
             fi
@@ -72,7 +73,7 @@ END
     fi
     # Whoever gets the agents' ServiceAccount next must not get the rights of the bridge with it; RoleBindings in namespaces that have
     # opted in name a ClusterRole that is gone then.
-    "$kubectl" delete -f deploy/pods.yaml --ignore-not-found
+    "$kubectl" delete -f "$pods" --ignore-not-found
     "$kubectl" delete -f "$manifest" --ignore-not-found
 }
 

@@ -74,7 +74,8 @@ impl Bed {
         for (rank, uid) in uids {
             roster.ranks.get_mut(rank).unwrap().member.as_mut().unwrap().uid.clone_from(uid);
         }
-        let told = Told { roster: Arc::new(roster), settings: Settings { max_gang: 6, ..Settings::default() } };
+        let settings = Settings { max_gang: 6, ..Settings::default() };
+        let told = Told { roster: Arc::new(roster), is_closing: false, settings };
         let socket = self.brokers[0].socket();
         let connect = move || -> futures::future::BoxFuture<'static, _> {
             let socket = socket.clone();

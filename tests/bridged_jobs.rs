@@ -15,15 +15,23 @@ use bridge::Occupancy;
 use broker::{
     job_id::JobId,
     jobs::{DEFAULT_URGENCY, MAX_URGENCY, SubmitError, cancel, finish, submit},
-    journal::{JobEvents, JournalItem, journal},
+    journal::JobEvents,
     queues::{self, QueueError, STOPPED_BY_RESTART},
-    rfc3::{Client, RpcError},
+    rfc3::Client,
     status::instance,
 };
-use futures::{Stream, StreamExt};
-use pods::occupied::Occupied;
+use pods::{
+    constraint::Constraint,
+    jobs::NOTE,
+    jobspec::JobRequest,
+    occupied::Occupied,
+    record::{GangId, GangKind, JobRecord, Member},
+};
 use serde_json::{Value, json};
-use support::real_broker::{RealBroker, configure, connect, flux, lead, run, soon, start, until_online};
+use support::{
+    journal::Journal,
+    real_broker::{RealBroker, configure, connect, flux, lead, run, soon, start, until_online},
+};
 use tokio::time::sleep;
 
 /// `slots` slots of `cores` cores each that Flux starts nothing in.
@@ -41,50 +49,6 @@ fn jobspec(slots: u32, cores: u32) -> Value {
             "user": {"k8s": {"uid": "u-1"}},
         },
     })
-}
-
-const EVENTS: [&str; 8] = ["submit", "priority", "alloc", "start", "finish", "exception", "free", "clean"];
-
-/// The journal of a lead.
-struct Journal<S>(S);
-
-impl Journal<()> {
-    /// The journal from now on, and its backlog.
-    async fn open(
-        client: &Client,
-    ) -> (Journal<impl Stream<Item = Result<JournalItem, RpcError>> + Unpin + use<>>, Vec<JobEvents>) {
-        let mut journal = Journal(journal(client, &EVENTS).unwrap());
-        let mut backlog = Vec::new();
-        while let JournalItem::Job(job) = journal.next().await {
-            backlog.push(job);
-        }
-        (journal, backlog)
-    }
-}
-
-impl<S: Stream<Item = Result<JournalItem, RpcError>> + Unpin> Journal<S> {
-    async fn next(&mut self) -> JournalItem {
-        soon(self.0.next()).await.expect("the journal ended").unwrap()
-    }
-
-    /// The job's events up to the first of that name. Those of other jobs are lost.
-    async fn until(&mut self, id: JobId, name: &str) -> Vec<JobEvents> {
-        let mut seen = Vec::new();
-        loop {
-            match self.next().await {
-                JournalItem::Job(job) if job.id == id => {
-                    assert_eq!(job.events.len(), 1, "{job:?}");
-                    let is_last = job.has(name);
-                    seen.push(job);
-                    if is_last {
-                        return seen;
-                    }
-                }
-                JournalItem::Job(_) => {}
-                JournalItem::BacklogEnd => panic!("a second backlog"),
-            }
-        }
-    }
 }
 
 fn names(jobs: &[JobEvents]) -> Vec<&str> {
@@ -127,6 +91,12 @@ async fn until_scheduled(client: &Client) {
         }
     })
     .await;
+}
+
+/// The name of the module that schedules.
+fn scheduler(flux: &Path, lead: &RealBroker) -> &'static str {
+    let modules = run(flux, lead, &["module", "list"]);
+    if modules.contains("qmanager") { "sched-fluxion-qmanager" } else { "sched-simple" }
 }
 
 #[tokio::test]
@@ -241,9 +211,7 @@ async fn a_job_waits_until_its_queue_is_started_for_the_reason_that_stopped_it()
     assert_eq!(names(&alloc), ["alloc"]);
     assert!(time_of(&alloc, "alloc") >= opened, "it did not wait");
 
-    let modules = run(&flux, &lead, &["module", "list"]);
-    let scheduler = if modules.contains("qmanager") { "sched-fluxion-qmanager" } else { "sched-simple" };
-    run(&flux, &lead, &["module", "remove", scheduler]);
+    run(&flux, &lead, &["module", "remove", scheduler(&flux, &lead)]);
     assert!(queues::is_scheduler_offline(&client).await.unwrap());
     assert!(matches!(queues::stop(&client, "").await, Err(QueueError::SchedulerIsOffline)));
 }
@@ -332,6 +300,70 @@ async fn without_a_record_a_crash_leaves_the_queue_open() {
     let (lead, client) = lead_with(&flux, base.path(), "[job-manager]\nstop-queues-on-restart = true\n").await;
     let (_lead, client) = killed_and_started(&flux, base.path(), lead, client).await;
     assert!(queues::queue(&client, None).await.unwrap().start, "then `ensure_recorded` is not needed any more");
+}
+
+/// A job of the bridge, for one pod.
+async fn bridged(client: &Client) -> JobId {
+    let gang = GangId { kind: GangKind::Pod, namespace: "default".into(), name: "p".into(), uid: "uid-p".into() };
+    let member = Member { name: "p".into(), uid: "uid-p".into(), index: None };
+    let request = JobRequest {
+        record: JobRecord { gang, members: vec![member], threads: 1, pinned: None },
+        slots: 1,
+        cores: 3,
+        spreads: false,
+        duration: 60,
+        constraint: Constraint::Anywhere,
+        urgency: DEFAULT_URGENCY,
+    };
+    submit(client, &request.jobspec(), request.urgency, true).await.unwrap()
+}
+
+#[tokio::test]
+async fn what_a_bridge_has_left_ends_while_the_scheduler_is_online_and_its_queues_start() {
+    let Some(flux) = flux() else { return };
+    let base = tempfile::tempdir().unwrap();
+    let (lead, client) = lead_with(&flux, base.path(), "[job-manager]\nstop-queues-on-restart = true\n").await;
+    let (mut journal, _) = Journal::open(&client).await;
+    let running = bridged(&client).await;
+    journal.until(running, "alloc").await;
+    bridged(&client).await;
+    let host = submitted(&client, 1, 3).await;
+    journal.until(host, "priority").await;
+    run(&flux, &lead, &["job", "wait-event", "-t", "20", &running.to_string(), "alloc"]);
+    run(&flux, &lead, &["job", "wait-event", "-t", "20", &host.to_string(), "priority"]);
+    assert!(queues::ensure_recorded(&client).await.unwrap());
+
+    let (lead, client) = killed_and_started(&flux, base.path(), lead, client).await;
+    let (mut journal, backlog) = Journal::open(&client).await;
+    assert_eq!(backlog.len(), 3, "{backlog:?}");
+    let scheduler = scheduler(&flux, &lead);
+    run(&flux, &lead, &["module", "remove", scheduler]);
+    assert!(matches!(bridge::clean_up(&client, true).await, Err(QueueError::SchedulerIsOffline)));
+    let active = || run(&flux, &lead, &["jobs", "-no", "{id.f58plain}"]);
+    assert_eq!(active().lines().count(), 3, "a job that ends now keeps its cores");
+    run(&flux, &lead, &["module", "load", scheduler]);
+    until_scheduled(&client).await;
+    let reason = async || queues::queue(&client, None).await.unwrap().stop_reason;
+    assert_eq!(reason().await.as_deref(), Some(STOPPED_BY_RESTART));
+    bridge::clean_up(&client, false).await.unwrap();
+    assert!(names(&journal.until(running, "clean").await).contains(&"free"), "its cores are free");
+    assert_eq!(reason().await.as_deref(), Some(STOPPED_BY_RESTART), "an administrator starts it");
+    bridge::clean_up(&client, true).await.unwrap();
+    assert_eq!(names(&journal.until(host, "alloc").await), ["alloc"]);
+    // The list lags behind.
+    soon(async {
+        while active().trim() != host.to_string() {
+            sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+
+    for (reason_of_stop, is_started) in [("maintenance", false), (&format!("{NOTE}gives pods their cores"), true)] {
+        queues::stop(&client, reason_of_stop).await.unwrap();
+        bridge::clean_up(&client, true).await.unwrap();
+        assert_eq!(queues::queue(&client, None).await.unwrap().start, is_started, "{reason_of_stop}");
+        queues::start(&client, &[reason_of_stop]).await.unwrap();
+    }
 }
 
 #[test]

@@ -34,9 +34,13 @@ fn an_undeploy_that_times_out_says_which_hosts_remain_and_what_to_do() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(!said.contains("error:") && !said.contains("timed out waiting"), "{said}");
-    for words in
-        ["Not clean after 7s", "  node2: Removing, jobs are running", "flux cancel --all", "make undeploy again"]
-    {
+    for words in [
+        "Not clean after 7s",
+        "  node2: Removing, jobs are running",
+        "flux cancel --all",
+        "make undeploy again",
+        "delete --ignore-not-found -f deploy/pods.yaml -f deploy/daemonset-installer.yaml",
+    ] {
         assert!(said.contains(words), "{words}: {said}");
     }
     assert!(!calls.contains("delete -f"), "the agents are needed still: {calls}");
@@ -46,7 +50,9 @@ fn an_undeploy_that_times_out_says_which_hosts_remain_and_what_to_do() {
 fn an_undeploy_deletes_the_rest_once_every_host_is_clean() {
     let (output, calls) = undeploy("*) ;;");
     assert!(output.status.success(), "{output:?}");
-    assert!(calls.trim().ends_with("delete -f deploy/daemonset-installer.yaml --ignore-not-found"), "{calls}");
+    let deleted: Vec<_> = calls.lines().filter(|call| call.contains("delete -f")).collect();
+    let rest = ["deploy/pods.yaml", "deploy/daemonset-installer.yaml"];
+    assert_eq!(deleted, rest.map(|file| format!("delete -f {file} --ignore-not-found")), "the bridge's rights first");
 }
 
 /// What that version answers, and an apply that takes in the whole manifest.

@@ -72,7 +72,14 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
     }
     let container = json!({"name": "c", "image": "none"});
     let template = json!({"spec": {"restartPolicy": "Never", "containers": [container]}});
-    let job = json!({"metadata": {"name": "theirs", "labels": {"team": "a"}}, "spec": {"template": template}});
+    let spec = json!({
+        "template": template,
+        "completions": 2,
+        "completionMode": "Indexed",
+        "backoffLimitPerIndex": 1,
+        "maxFailedIndexes": 1,
+    });
+    let job = json!({"metadata": {"name": "theirs", "labels": {"team": "a"}}, "spec": spec});
     let all_jobs = Api::<Job>::namespaced(admin.clone(), "default");
     all_jobs.create(&PostParams::default(), &serde_json::from_value(job).unwrap()).await.unwrap();
 
@@ -94,12 +101,17 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
         json!({"spec": {"parallelism": 9}}),
         json!({"spec": {"backoffLimit": 0}}),
         json!({"spec": {"ttlSecondsAfterFinished": 0}}),
+        json!({"spec": {"maxFailedIndexes": 2}}),
+        json!({"spec": {"maxFailedIndexes": null}}),
+        json!({"spec": {"podReplacementPolicy": "Failed"}}),
+        json!({"spec": {"manualSelector": true}}),
         json!({"spec": {"suspend": true, "activeDeadlineSeconds": 1}}),
     ] {
         assert_eq!(refused(patch(&wrong).await, &wrong.to_string()).0, 403, "{wrong}");
     }
     let suspended = json!({"metadata": {"annotations": {"distribute.flux-framework.org/suspended": "Canceled"}}, "spec": {"suspend": true}});
     assert_eq!(patch(&suspended).await.unwrap().spec.unwrap().suspend, Some(true));
+    assert_eq!(patch(&json!({"spec": {"suspend": null}})).await.unwrap().spec.unwrap().suspend, Some(false));
 
     let statuses = async |namespace: &str, name: &str, client: &Client, value: Value| {
         let pods = Api::<Pod>::namespaced(client.clone(), namespace);

@@ -2,5 +2,6 @@
 
 #![allow(dead_code, reason = "each test takes what it needs")]
 
+pub mod journal;
 pub mod real_broker;
 pub mod stand_in;

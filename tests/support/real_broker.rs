@@ -70,6 +70,7 @@ pub fn start_with(flux: &Path, base: &Path, rank: u32, environment: &[(&str, &st
         checkpoint_period: "1m".to_owned(),
         spare_shape: None,
         pods: false,
+        only_whole_cores: false,
     };
     let name = format!("node{rank}");
     let identity = BrokerIdentity {

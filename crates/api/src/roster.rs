@@ -142,6 +142,10 @@ pub struct EpochSettings {
     /// Pods get their nodes from Flux (`spec.pods.enabled`).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub pods: bool,
+    /// Nodes declare only cores that a pod can have as a whole. As `pods`, but false in an epoch that an older version began: it
+    /// declared all cores, and to declare fewer would drain every node.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub only_whole_cores: bool,
 }
 
 /// How an epoch ends.

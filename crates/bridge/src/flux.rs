@@ -3,6 +3,7 @@
 use std::{pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt};
+use tracing::info;
 
 use broker::{
     journal::{JournalItem, journal},
@@ -93,5 +94,9 @@ pub(crate) async fn start_queues(client: &Client) -> Result<(), QueueError> {
     let all = queues::queues(client).await?;
     let reasons = all.iter().filter_map(|queue| queue.stop_reason.as_deref());
     let reasons: Vec<_> = reasons.filter(|reason| Queues::is_ours(reason)).collect();
-    queues::start(client, &reasons).await.map(drop)
+    let started = queues::start(client, &reasons).await?;
+    if !started.is_empty() {
+        info!(queues = started.len(), "started the queues");
+    }
+    Ok(())
 }

@@ -25,13 +25,15 @@ use pods::world::Settings;
 use tokio::sync::watch;
 
 pub use run::run;
-pub use without_bridge::{Occupancy, cancel_left};
+pub use without_bridge::{Occupancy, clean_up};
 
 /// What the agent tells the bridge, as it changes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Told {
     /// The roster, which says which node has which rank.
     pub roster: Arc<Roster>,
+    /// The agent is about to stop the broker: the epoch or the instance ends.
+    pub is_closing: bool,
     /// `spec.pods`
     pub settings: Settings,
 }

@@ -20,6 +20,7 @@ use pods::{
     action::{Action, PodRef},
     decide::{Decision, Memory, Report, Standing, decide},
     facts::{Facts, KubeJob},
+    jobs::Jobs,
     pod::PodView,
     target::Target,
     time::Millis,
@@ -221,12 +222,15 @@ impl Kubernetes {
         let theirs = bridged.filter(|pod| namespaces.contains(&pod.namespace));
         let facts: Facts = self.lookups.facts(&self.bridge.client, theirs, kube_jobs).await;
         let targets = targets(&told.roster, nodes);
-        let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::take(&mut life.flux.jobs));
+        // Lent to the world, without a copy.
+        let none = Jobs::of(life.flux.client.uid());
+        let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::replace(&mut life.flux.jobs, none));
         jobs.forget(now, |uid| pods.by_uid.contains_key(uid));
         life.under_way.settle(&jobs, &pods, &facts, Instant::now());
         let mut world = World {
             settings: told.settings,
             broker: Some(broker),
+            is_closing: told.is_closing,
             jobs: Some(jobs),
             pods: Some(pods),
             targets,
@@ -239,7 +243,9 @@ impl Kubernetes {
         let began = Instant::now();
         let decision = if may_decide { decide(&world, memory, now) } else { Decision::loading() };
         life.took = began.elapsed();
-        life.flux.jobs = world.jobs.take().unwrap_or_default();
+        if let Some(jobs) = world.jobs.take() {
+            life.flux.jobs = jobs;
+        }
         self.watched.pods = world.pods.take().unwrap_or_default();
         Ok(decision)
     }
@@ -254,11 +260,15 @@ impl Kubernetes {
                 life.decided.push(action);
                 continue;
             }
-            if action == Action::StartQueues
-                && let Err(error) = self.lease.renew(Some(&life.flux.name)).await
-            {
-                info!(error = error_chain(&error), "can't name the broker in Lease flux-bridge");
-                continue;
+            if action == Action::StartQueues {
+                if let Err(error) = self.lease.renew(Some(&life.flux.name)).await {
+                    info!(error = error_chain(&error), "can't name the broker in Lease flux-bridge");
+                    continue;
+                }
+                // The API server may have taken long to answer, and the agent may be about to stop the broker now.
+                if self.bridge.told.borrow().is_closing {
+                    continue;
+                }
             }
             let (number, tools) = (life.under_way.begin(action.clone()), life.tools.clone());
             life.answers.push(async move { (number, tools.carry_out(action).await) }.boxed());

@@ -160,7 +160,7 @@ mod tests {
                 let mut under_way = UnderWay::default();
                 let number = under_way.begin(Action::ResumeJob(job.clone()));
                 under_way.answer(number, answer.clone(), begin);
-                under_way.settle(&Jobs::default(), &Pods::default(), &facts, begin + after);
+                under_way.settle(&Jobs::of(0), &Pods::default(), &facts, begin + after);
                 assert!(under_way.refused().is_empty());
                 !under_way.actions().is_empty()
             };

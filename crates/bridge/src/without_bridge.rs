@@ -4,11 +4,13 @@ use std::time::Duration;
 
 use api::IdSet;
 use tokio::time::{Instant, sleep};
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
+use crate::flux::start_queues;
 use base::error_chain;
 use broker::{
     jobs::{JobStates, ListedJob, cancel, job_events, listed_jobs},
+    queues::{QueueError, is_scheduler_offline},
     resource_set::ResourceSet,
     rfc3::{Client, RpcError},
     status::{InstanceStatus, instance},
@@ -100,11 +102,12 @@ impl<'a> Occupancy<'a> {
     }
 }
 
-/// Cancels the jobs that a bridge has left, which nobody would ever end. Pods that run stay. Returns how many there were.
+/// Ends what a bridge has left in an instance that has no bridge any more: cancels its jobs, which nobody would ever end, and, if
+/// `starts_queues`, starts the queues that wait for a bridge. Pods that run stay.
 ///
 /// # Errors
-/// [`RpcError`]; a timeout if the lead is gone.
-pub async fn cancel_left(client: &Client) -> Result<usize, RpcError> {
+/// [`QueueError`]. To be tried again, above all after [`QueueError::SchedulerIsOffline`].
+pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueError> {
     let listed = listed_jobs(client, JobStates::Active).await?;
     let named = listed.iter().filter(|job| job.userid == client.uid() && could_be_bridged(&job.name));
     let named: Vec<_> = named.map(|job| job.id).collect();
@@ -112,9 +115,18 @@ pub async fn cancel_left(client: &Client) -> Result<usize, RpcError> {
     for job in job_events(client, named).await {
         jobs.apply(&job?);
     }
-    let mut count = 0;
     for (job, _) in jobs.bridged().filter(|(job, _)| job.is_active()) {
-        count += usize::from(cancel(client, job.id, &format!("{NOTE}they are off; its pods run on")).await?);
+        // What ends while the scheduler is offline keeps its cores for ever.
+        if is_scheduler_offline(client).await? {
+            return Err(QueueError::SchedulerIsOffline);
+        }
+        if cancel(client, job.id, &format!("{NOTE}they are off; its pods run on")).await? {
+            info!(job = %job.id, "cancelled a job of pods: spec.pods.enabled is off");
+        }
     }
-    Ok(count)
+    // Not before: a job that is pending would get its cores, only to lose them.
+    if starts_queues {
+        start_queues(client).await?;
+    }
+    Ok(())
 }

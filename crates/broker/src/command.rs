@@ -227,6 +227,7 @@ mod tests {
             checkpoint_period: "1m".to_owned(),
             spare_shape: None,
             pods: false,
+            only_whole_cores: false,
         }
     }
 

@@ -59,7 +59,9 @@ pub enum QueueError {
     #[error(transparent)]
     Broker(#[from] RpcError),
     /// See [`Queue::is_scheduler_offline`].
-    #[error("can't see which queues are stopped while the scheduler is offline")]
+    #[error(
+        "the scheduler is offline: that hides which queues are stopped, and a job that ended now would keep its cores"
+    )]
     SchedulerIsOffline,
 }
 

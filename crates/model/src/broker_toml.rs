@@ -19,6 +19,8 @@ pub const OWN_TABLES: [&str; 5] = ["bootstrap", "tbon", "resource", "kvs", "acce
 const QUEUE_MANAGER: &str = "sched-fluxion-qmanager";
 /// The table of the queues (flux-config-job-manager(5)). [`render`] adds to it if pods get their nodes from Flux.
 const JOB_MANAGER: &str = "job-manager";
+/// Its key that has a restart stop all queues that were started.
+const STOP_ON_RESTART: &str = "stop-queues-on-restart";
 /// Fluxion's table for its resource graph. [`render`] adds a match format if it has none.
 const RESOURCE_GRAPH: &str = "sched-fluxion-resource";
 /// After this time a broker notices that a peer is lost; a node that is cut off for longer loses its jobs. flux-core's
@@ -156,7 +158,7 @@ pub(super) fn tables(roster: &Roster) -> Result<toml::Table, RenderError> {
 /// As [`render`].
 fn schedule_gangs(file: &mut toml::Table) -> Result<(), RenderError> {
     // Until the bridge has given the pods that run their jobs again, nothing else may get their cores.
-    table(file, JOB_MANAGER)?.insert("stop-queues-on-restart".into(), true.into());
+    table(file, JOB_MANAGER)?.insert(STOP_ON_RESTART.into(), true.into());
     let queues = table(file, QUEUE_MANAGER)?;
     if !queues.contains_key("queue-policy") {
         queues.insert("queue-policy".into(), "hybrid".into());
@@ -167,6 +169,12 @@ fn schedule_gangs(file: &mut toml::Table) -> Result<(), RenderError> {
         }
     }
     Ok(())
+}
+
+/// True if these extra tables have queues stopped by every restart: then an administrator starts them.
+pub fn stops_queues_on_restart(config: &str) -> bool {
+    let extra = extra_tables(config).unwrap_or_default();
+    extra.get(JOB_MANAGER).and_then(|table| table.get(STOP_ON_RESTART)?.as_bool()).unwrap_or_default()
 }
 
 /// Reads epoch and revision of the roster from which [`render`] made `text`. None if `text` has no such header or
@@ -480,7 +488,7 @@ topo = "kary:256"
         };
         const POLICY: &[&str] = &[QUEUE_MANAGER, "queue-policy"];
         const DEPTH: &[&str] = &[QUEUE_MANAGER, "policy-params", "reservation-depth"];
-        const STOPS: &[&str] = &[JOB_MANAGER, "stop-queues-on-restart"];
+        const STOPS: &[&str] = &[JOB_MANAGER, STOP_ON_RESTART];
         let policy = "[sched-fluxion-qmanager]\nqueue-policy = \"fcfs\"";
         for (pods, config, expected) in [
             (false, "", ["\"easy\"", "-", "-"]),
@@ -491,6 +499,18 @@ topo = "kary:256"
             (roster.settings.pods, roster.settings.config) = (pods, config.to_owned());
             let found = [POLICY, DEPTH, STOPS].map(|path| value(&roster, path).unwrap_or_else(|| "-".to_owned()));
             assert_eq!(found, expected.map(str::to_owned), "{pods} {config}");
+        }
+    }
+
+    #[test]
+    fn only_an_administrator_who_asks_for_it_has_every_restart_stop_the_queues() {
+        for (config, expected) in [
+            ("", false),
+            ("[job-manager]\nstop-queues-on-restart = true", true),
+            ("[job-manager]\nstop-queues-on-restart = false", false),
+            ("[job-manager.housekeeping]\nrelease-after = \"1m\"", false),
+        ] {
+            assert_eq!(stops_queues_on_restart(config), expected, "{config}");
         }
     }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{members::NodeIndex, prefix};
 use crate::observed::{Observed, resources};
-use api::{FluxInstanceSpec, Rank, Roster, RosterEntry};
+use api::{FluxInstanceSpec, Rank, Roster};
 
 /// The severity of a finding, the worst first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -92,10 +92,10 @@ fn fixed_lead(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
 
 /// `spec.resources.exclude` names every member: Flux has no rank left that could run a job.
 fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
-    let mut members = roster.ranks.iter().filter(|(_, entry)| entry.member.is_some()).peekable();
+    let mut members = roster.ranks.keys().filter(|rank| roster.member(**rank).is_some()).peekable();
     members.peek()?;
     let nodes = NodeIndex::of(seen.nodes);
-    members.all(|(rank, entry)| is_to_be_excluded(seen, &nodes, *rank, entry)).then(|| NotApplied {
+    members.all(|rank| is_to_be_excluded(seen, roster, &nodes, *rank)).then(|| NotApplied {
         reason: "AllExcluded",
         message:
             "spec.resources.exclude names every member, so no job can run: leave out at least one node, or add one"
@@ -103,10 +103,10 @@ fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     })
 }
 
-fn is_to_be_excluded(seen: &Observed, nodes: &NodeIndex, rank: Rank, entry: &RosterEntry) -> bool {
-    let Some(member) = &entry.member else { return false };
+fn is_to_be_excluded(seen: &Observed, roster: &Roster, nodes: &NodeIndex, rank: Rank) -> bool {
+    let Some(member) = roster.member(rank) else { return false };
     let node = nodes.with_uid(&member.uid);
-    let declares = node.and_then(|node| resources(seen, node, rank, None));
+    let declares = node.and_then(|node| resources(seen, &roster.settings, node, rank, None));
     declares.map_or_else(|| is_named(seen.spec, rank, &member.node), |declares| declares.excluded)
 }
 

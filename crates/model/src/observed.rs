@@ -10,8 +10,8 @@ use super::{
     resources::declared,
 };
 use api::{
-    Adopted, Declared, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member, NodePhase, ROSTER_FORMAT,
-    Rank, Resources, Roster, RosterEntry,
+    Adopted, Declared, EpochSettings, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member, NodePhase,
+    ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
 };
 
 /// Default of `spec.ranks.retain` (how long a rank is kept for a Node that is gone) and of `spec.resources.retain` (how
@@ -181,32 +181,18 @@ pub(crate) fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
     seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| facts.resources)
 }
 
-/// What `rank` is to declare while `node` is its member; `before`: what it declares now. None if the facts are unknown
-/// at the moment: then `before` stays.
-pub(crate) fn resources(seen: &Observed, node: &NodeView, rank: Rank, before: Option<&Declared>) -> Option<Declared> {
-    let has_pods = seen.roster.map_or(seen.spec.pods.enabled, |roster| roster.settings.pods);
-    resources_if(has_pods, seen, node, rank, before)
-}
-
-/// As [`resources`], in the epoch after this one.
-pub(crate) fn next_resources(
+/// What `rank` is to declare in an epoch with these `settings` while `node` is its member; `before`: what it declares now.
+/// None if the facts are unknown at the moment: then `before` stays.
+pub(crate) fn resources(
     seen: &Observed,
-    node: &NodeView,
-    rank: Rank,
-    before: Option<&Declared>,
-) -> Option<Declared> {
-    resources_if(seen.spec.pods.enabled, seen, node, rank, before)
-}
-
-fn resources_if(
-    has_pods: bool,
-    seen: &Observed,
+    settings: &EpochSettings,
     node: &NodeView,
     rank: Rank,
     before: Option<&Declared>,
 ) -> Option<Declared> {
     let found = facts(seen, node)?;
-    (before.is_none() || node.cpu.is_some()).then(|| declared(seen.spec, node, found, rank == 0, has_pods))
+    let is_known = before.is_none() || node.cpu.is_some();
+    is_known.then(|| declared(seen.spec, node, found, rank == 0, settings.only_whole_cores))
 }
 
 /// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None if it has them
@@ -229,9 +215,10 @@ pub(crate) fn member(node: &NodeView) -> Option<Member> {
     Some(Member { node: node.name.clone(), uid: node.uid.clone(), address, gone_since: None })
 }
 
-/// A new entry of the roster, with `node` as its member.
+/// A new entry of a roster with these `settings`, with `node` as its member.
 pub(crate) fn entry(
     seen: &Observed,
+    settings: &EpochSettings,
     node: &NodeView,
     rank: Rank,
     broker_name: String,
@@ -242,7 +229,7 @@ pub(crate) fn entry(
         broker_name,
         reserved_for,
         member: member(node),
-        resources: resources(seen, node, rank, None),
+        resources: resources(seen, settings, node, rank, None),
         revision,
         ..RosterEntry::default()
     }

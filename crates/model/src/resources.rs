@@ -9,13 +9,20 @@ use base::words::many;
 /// What the pod of our own agent requests, in thousandths of a CPU (the DaemonSet's manifest). It is on each node.
 pub const AGENT_CPU: u64 = 25;
 
-/// Computes what a rank on `node` is to declare. `found` are the resources of the node's host. `has_pods`: Flux schedules pods, too.
-pub fn declared(spec: &FluxInstanceSpec, node: &NodeView, found: Resources, is_lead: bool, has_pods: bool) -> Declared {
+/// Computes what a rank on `node` is to declare. `found` are the resources of the node's host. `only_whole_cores`: as in the epoch's
+/// settings.
+pub fn declared(
+    spec: &FluxInstanceSpec,
+    node: &NodeView,
+    found: Resources,
+    is_lead: bool,
+    only_whole_cores: bool,
+) -> Declared {
     let Resources { cores, gpus } = found;
     let exclude = &spec.resources.exclude;
     let named: IdSet = exclude.cores.as_deref().and_then(|text| text.parse().ok()).unwrap_or_default();
     let has_no_other = (0..cores).all(|id| named.contains(id));
-    let reserved = node.cpu.map_or(0, |cpu| reserved_cores(cpu, cores, has_pods));
+    let reserved = node.cpu.map_or(0, |cpu| reserved_cores(cpu, cores, only_whole_cores));
     let mut left_out: IdSet = (0..cores).filter(|id| *id < reserved || named.contains(*id)).collect();
     if left_out.len() == cores as usize {
         // Flux accepts no node without a core. Keep the last core that the spec doesn't exclude, even if kubelet
@@ -37,13 +44,13 @@ fn left_out_but_one(left_out: IdSet, named: &IdSet) -> IdSet {
     left_out.0.into_iter().filter(|id| Some(*id) != kept).collect()
 }
 
-/// Number of physical cores to leave to kubelet and the system. Without pods rounded down: many clouds reserve about 60m, which must
-/// not cost a core. With pods rounded up, our agent's request included: no pod can have the rest of such a core. Requests of other
+/// Number of physical cores to leave to kubelet and the system. Rounded down: many clouds reserve about 60m, which must not cost a
+/// core. Rounded up if `only_whole_cores`, our agent's request included: no pod can have the rest of such a core. Requests of other
 /// DaemonSets are not known here. kubelet counts hardware threads, Flux counts cores.
-fn reserved_cores(cpu: Cpu, cores: u32, has_pods: bool) -> u32 {
+fn reserved_cores(cpu: Cpu, cores: u32, only_whole_cores: bool) -> u32 {
     let threads_per_core = (cpu.capacity / 1000 / u64::from(cores.max(1))).max(1);
     let reserved = cpu.capacity.saturating_sub(cpu.allocatable);
-    let reserved = match has_pods {
+    let reserved = match only_whole_cores {
         true => (reserved + AGENT_CPU).div_ceil(1000 * threads_per_core),
         false => reserved / 1000 / threads_per_core,
     };

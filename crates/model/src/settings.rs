@@ -34,6 +34,7 @@ pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certific
             .unwrap_or_else(|| DEFAULT_CHECKPOINT_PERIOD.to_owned()),
         spare_shape: spec.spares.shape,
         pods: spec.pods.enabled,
+        only_whole_cores: spec.pods.enabled,
     }
 }
 
@@ -49,12 +50,16 @@ fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
 }
 
 /// The settings that the spec asks for, to be compared with those of the `running` epoch. Keeps the running value if it
-/// differs only because a default maxSize has grown with the cluster, or because a flat tree has another name.
+/// differs only because a default maxSize has grown with the cluster, because a flat tree has another name, or because an
+/// older version began the epoch.
 pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> EpochSettings {
     let mut wanted = settings(spec, 0, digest, certificate);
     if spec.max_size.is_none() {
         wanted.max_size = running.max_size;
         wanted.topology = topology(spec, running.max_size);
+    }
+    if wanted.pods == running.pods {
+        wanted.only_whole_cores = running.only_whole_cores;
     }
     if is_flat(running) && is_flat(&wanted) {
         wanted.topology.clone_from(&running.topology);
@@ -83,6 +88,8 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
         checkpoint_period,
         spare_shape,
         pods,
+        // Changes only with `pods`.
+        only_whole_cores: _,
     } = running;
     let differences = [
         difference("maxSize", max_size, &wanted.max_size),
@@ -132,6 +139,16 @@ mod tests {
         assert_eq!(pending(&running, &spec, "d", "x").unwrap(), "certificate changed");
         let larger = FluxInstanceSpec { max_size: Some(300), topology: Some("kary:2".into()), ..spec };
         assert_eq!(pending(&running, &larger, "d", "c").unwrap(), "maxSize 200 -> 300, topology flat -> kary:2");
+    }
+
+    #[test]
+    fn an_upgrade_while_pods_are_on_is_no_difference() {
+        let on: FluxInstanceSpec = serde_json::from_value(serde_json::json!({"pods": {"enabled": true}})).unwrap();
+        let running = EpochSettings { only_whole_cores: false, ..settings(&on, 4, "d", "c") };
+        assert_eq!((pending(&running, &on, "d", "c"), wanted(&running, &on, "d", "c")), (None, running.clone()));
+        let off = FluxInstanceSpec::default();
+        assert_eq!(pending(&running, &off, "d", "c").unwrap(), "pods.enabled true -> false");
+        assert!(wanted(&settings(&off, 4, "d", "c"), &on, "d", "c").only_whole_cores);
     }
 
     #[test]

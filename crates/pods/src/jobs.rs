@@ -97,7 +97,7 @@ pub struct Job {
 }
 
 /// All active jobs, and those that ended a short while ago.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Jobs {
     /// User id of the instance's owner.
     owner: u32,
@@ -261,7 +261,7 @@ mod tests {
     fn job(events: Value) -> Job {
         let mut item = job_events(7, events, Some(request(2, 1).jobspec()));
         item.r = Some(json!({"version": 1, "execution": {"R_lite": [{"rank": "0-1", "children": {"core": "0"}}]}}));
-        let mut jobs = Jobs::default();
+        let mut jobs = Jobs::of(0);
         jobs.apply(&item);
         jobs.get(JobId(7)).unwrap().clone()
     }
@@ -312,7 +312,7 @@ mod tests {
         {
             let mut events = job_events(7, json!([{"name": "alloc"}]), Some(request(2, 1).jobspec()));
             events.r = Some(json!({"version": 1, "execution": {"R_lite": entries}}));
-            let mut jobs = Jobs::default();
+            let mut jobs = Jobs::of(0);
             jobs.apply(&events);
             let job = jobs.get(JobId(7)).unwrap();
             assert_eq!(job.slots().map(<[_]>::len), is_right.then_some(2), "{entries}");
@@ -348,7 +348,7 @@ mod tests {
             (cancelled, 1000 + REMEMBERED, false, false),
             (json!([]), Millis::MAX, false, true),
         ] {
-            let mut jobs = Jobs::default();
+            let mut jobs = Jobs::of(0);
             jobs.apply(&job_events(7, events.clone(), Some(request(1, 1).jobspec())));
             jobs.forget(now, |_| is_there);
             assert_eq!(jobs.get(JobId(7)).is_some(), expected, "{events}");
@@ -357,8 +357,8 @@ mod tests {
 
     #[test]
     fn events_of_an_unknown_job_are_left_out() {
-        let mut jobs = Jobs::default();
+        let mut jobs = Jobs::of(0);
         jobs.apply(&job_events(7, json!([{"name": "alloc"}]), None));
-        assert_eq!(jobs, Jobs::default());
+        assert_eq!(jobs, Jobs::of(0));
     }
 }

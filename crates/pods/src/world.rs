@@ -25,6 +25,8 @@ pub struct World {
     pub settings: Settings,
     /// The lead's broker; None without a connection to it.
     pub broker: Option<Broker>,
+    /// The agent is about to stop the broker, so no queue is started: host jobs that start now would end with it.
+    pub is_closing: bool,
     /// The jobs; None until the journal's backlog has been read to its end.
     pub jobs: Option<Jobs>,
     /// The pods; None until they have been listed.

@@ -4,18 +4,23 @@ use std::{sync::Arc, time::Duration};
 
 use tokio::{sync::watch, time::sleep};
 use tokio_util::task::AbortOnDropHandle;
-use tracing::{debug, info};
+use tracing::debug;
 
 use crate::{
-    inputs::{broker_state, node_inputs::NodeInputs},
+    inputs::{
+        broker_state,
+        node_inputs::{Instance, NodeInputs},
+    },
     node_ops::NodeOps,
 };
 use api::{FluxInstanceSpec, PodCounts, Roster, parse_duration};
 use base::error_chain;
-use bridge::{Bridge, Told, cancel_left};
+use bridge::{Bridge, Told};
+use broker::queues::QueueError;
+use model::broker_toml::stops_queues_on_restart;
 use pods::world::Settings;
 
-/// Pause before the jobs that a bridge has left are looked for again, if the broker did not answer.
+/// Pause before a clean-up is tried again: the broker did not answer, or the scheduler is offline.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The bridge, if it runs.
@@ -26,7 +31,7 @@ pub struct Bridging {
     cleanup: Option<Cleanup>,
 }
 
-/// Cancels the jobs that an earlier bridge left.
+/// Ends what an earlier bridge left.
 struct Cleanup {
     /// The process of the broker that it asks.
     broker: i32,
@@ -39,6 +44,23 @@ struct Running {
     task: AbortOnDropHandle<()>,
 }
 
+/// What is to run beside the broker of this host.
+#[derive(Debug, PartialEq)]
+enum Wanted<'a> {
+    Nothing,
+    /// The bridge, with this roster.
+    Bridge {
+        roster: &'a Arc<Roster>,
+        is_closing: bool,
+    },
+    /// A clean-up after an earlier bridge.
+    Cleanup {
+        /// The process of the broker.
+        broker: i32,
+        starts_queues: bool,
+    },
+}
+
 impl Bridging {
     /// `identity`: the name of this agent's pod.
     pub fn new(identity: &str) -> Self {
@@ -47,13 +69,25 @@ impl Bridging {
 
     /// Begins, tells or ends the bridge, as it is wanted now.
     pub fn follow(&mut self, ops: &NodeOps, inputs: &NodeInputs) {
-        let Some(roster) = roster(inputs) else {
+        let wanted = wanted(inputs);
+        if !matches!(wanted, Wanted::Bridge { .. }) {
             self.running = None;
-            return self.cancel_left_jobs(inputs);
-        };
-        // It would cancel the jobs of this bridge.
-        self.cleanup = None;
-        let told = Told { roster: Arc::clone(roster), settings: settings(&inputs.spec) };
+        }
+        if !matches!(wanted, Wanted::Cleanup { .. }) {
+            // It would cancel the jobs of the next bridge.
+            self.cleanup = None;
+        }
+        match wanted {
+            Wanted::Nothing => {}
+            Wanted::Bridge { roster, is_closing } => {
+                let settings = settings(&inputs.spec);
+                self.run_bridge(ops, Told { roster: Arc::clone(roster), is_closing, settings });
+            }
+            Wanted::Cleanup { broker, starts_queues } => self.clean_up(broker, starts_queues),
+        }
+    }
+
+    fn run_bridge(&mut self, ops: &NodeOps, told: Told) {
         match &self.running {
             Some(running) if !running.task.is_finished() => {
                 running.told.send_if_modified(|before| std::mem::replace(before, told.clone()) != told);
@@ -74,25 +108,14 @@ impl Bridging {
         }
     }
 
-    /// Starts to cancel the jobs that an earlier bridge left when `spec.pods.enabled` was switched off. Once for each process of the
-    /// lead's broker.
-    fn cancel_left_jobs(&mut self, inputs: &NodeInputs) {
-        let is_off = inputs.roster.as_ref().is_some_and(|roster| !roster.settings.pods) && !inputs.nothing_wanted;
-        let Some(broker) = lead_online(inputs).filter(|_| is_off) else {
-            self.cleanup = None;
-            return;
-        };
+    /// Once for each process of the lead's broker.
+    fn clean_up(&mut self, broker: i32, starts_queues: bool) {
         if self.cleanup.as_ref().is_some_and(|cleanup| cleanup.broker == broker) {
             return;
         }
-        let task = tokio::spawn(async {
-            loop {
-                let left = async { cancel_left(&broker_state::connect().await?).await };
-                match left.await {
-                    Ok(0) => return,
-                    Ok(jobs) => return info!(jobs, "cancelled the jobs of pods: spec.pods.enabled is off"),
-                    Err(error) => debug!(error = error_chain(&error), "can't look for jobs of pods"),
-                }
+        let task = tokio::spawn(async move {
+            while let Err(error) = clean_up(starts_queues).await {
+                debug!(error = error_chain(&error), "can't end what a bridge may have left");
                 sleep(LOOK_AGAIN).await;
             }
         });
@@ -105,16 +128,27 @@ impl Bridging {
     }
 }
 
-/// The roster that the bridge works by; None if it is not to run here.
-fn roster(inputs: &NodeInputs) -> Option<&Arc<Roster>> {
-    let roster = inputs.roster.as_ref().filter(|roster| roster.settings.pods && !inputs.nothing_wanted)?;
-    lead_online(inputs).map(|_| roster)
+async fn clean_up(starts_queues: bool) -> Result<(), QueueError> {
+    bridge::clean_up(&broker_state::connect().await?, starts_queues).await
 }
 
-/// The process of the lead's broker, if that runs here and is online.
-fn lead_online(inputs: &NodeInputs) -> Option<i32> {
-    let lead = inputs.host.broker.as_ref().filter(|broker| broker.record.rank == 0)?;
-    inputs.broker.is_online(&inputs.host).then_some(lead.pid)
+/// Decides what is to run beside the broker of this host.
+fn wanted(inputs: &NodeInputs) -> Wanted<'_> {
+    let lead = inputs.host.broker.as_ref().filter(|broker| broker.record.rank == 0 && inputs.is_online());
+    let (Some(roster), Some(lead)) = (&inputs.roster, lead) else { return Wanted::Nothing };
+    // Between two epochs, the roster may be that of the next one already.
+    let is_its_roster = (lead.record.epoch, &lead.record.instance_id) == (roster.epoch, &roster.instance_id);
+    let is_closing = roster.closing.is_some() || inputs.instance == Instance::Over;
+    match () {
+        () if inputs.nothing_wanted || !is_its_roster => Wanted::Nothing,
+        () if roster.settings.pods => Wanted::Bridge { roster, is_closing },
+        // What starts now would end with the broker.
+        () if is_closing => Wanted::Nothing,
+        () => {
+            let starts_queues = !stops_queues_on_restart(&roster.settings.config);
+            Wanted::Cleanup { broker: lead.pid, starts_queues }
+        }
+    }
 }
 
 fn settings(spec: &FluxInstanceSpec) -> Settings {
@@ -128,5 +162,62 @@ fn settings(spec: &FluxInstanceSpec) -> Settings {
         complete_after: duration(&pods.complete_after)
             .and_then(|duration| i64::try_from(duration.as_millis()).ok())
             .unwrap_or(default.complete_after),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use api::Closing;
+
+    use super::*;
+    use crate::fixture;
+
+    type Edit = fn(&mut Roster);
+
+    #[test]
+    fn a_bridge_or_a_cleanup_runs_beside_the_leads_broker_of_the_rosters_epoch() {
+        let pods: Edit = |roster| roster.settings.pods = true;
+        let none: Edit = |_| {};
+        let closing: Edit = |roster| roster.closing = Some(Closing::WhenIdle);
+        let next_epoch: Edit = |roster| roster.epoch += 1;
+        let another: Edit = |roster| roster.instance_id = "another".into();
+        let stops: Edit = |roster| roster.settings.config = "[job-manager]\nstop-queues-on-restart = true".to_owned();
+        for (what, edits, expected) in [
+            ("pods are on", [pods, none], "bridge"),
+            ("pods of a gang may be half bound", [pods, closing], "bridge, queues stay"),
+            ("the broker is still the last epoch's", [pods, next_epoch], "nothing"),
+            ("the broker is another instance's", [pods, another], "nothing"),
+            ("pods are off", [none, none], "cleanup, starts"),
+            ("an administrator starts the queues", [stops, none], "cleanup"),
+            ("the queues have been stopped for the end", [none, closing], "nothing"),
+            ("pods are off in the next epoch", [none, next_epoch], "nothing"),
+        ] {
+            let mut inputs = fixture::lead_with_broker(Default::default());
+            inputs.broker = fixture::inputs().broker;
+            edits.iter().for_each(|edit| edit(Arc::make_mut(inputs.roster.as_mut().unwrap())));
+            let found = |inputs: &NodeInputs| match wanted(inputs) {
+                Wanted::Nothing => "nothing",
+                Wanted::Bridge { is_closing: false, .. } => "bridge",
+                Wanted::Bridge { is_closing: true, .. } => "bridge, queues stay",
+                Wanted::Cleanup { broker: 7, starts_queues: true } => "cleanup, starts",
+                Wanted::Cleanup { .. } => "cleanup",
+            };
+            assert_eq!(found(&inputs), expected, "{what}");
+            let mut over = inputs.clone();
+            over.instance = Instance::Over;
+            let stays_stopped = ["bridge, queues stay", "nothing"].contains(&found(&over));
+            assert!(stays_stopped, "{what}: the instance is being deleted");
+            let off: [fn(&mut NodeInputs); 4] = [
+                |inputs| inputs.nothing_wanted = true,
+                |inputs| inputs.broker.state = "cleanup".into(),
+                |inputs| inputs.roster = None,
+                |inputs| inputs.host.broker = Some(fixture::broker(1, 1)),
+            ];
+            for edit in off {
+                let mut inputs = inputs.clone();
+                edit(&mut inputs);
+                assert_eq!(found(&inputs), "nothing", "{what}");
+            }
+        }
     }
 }

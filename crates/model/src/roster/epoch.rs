@@ -15,7 +15,7 @@ use crate::{
     members::{Members, NodeIndex},
     observed::{
         Observed, candidates, facts, format, is_shut_down, lacks_since, limit, may_declare_less, member,
-        next_resources, participant_count,
+        participant_count, resources,
     },
     prefix,
     settings::{pending, settings, wanted},
@@ -235,6 +235,8 @@ fn deadline_has_come(seen: &Observed) -> bool {
 /// What was observed, indexed for the entries of the next epoch.
 struct News<'a> {
     seen: &'a Observed<'a>,
+    /// Those of the next epoch.
+    settings: &'a EpochSettings,
     nodes: NodeIndex<'a>,
     /// The ranks that someone other than flux-distribute has drained, from all reports: after a takeover only the
     /// former lead's has them.
@@ -242,9 +244,9 @@ struct News<'a> {
 }
 
 impl<'a> News<'a> {
-    fn of(seen: &'a Observed<'a>) -> Self {
+    fn of(seen: &'a Observed<'a>, settings: &'a EpochSettings) -> Self {
         let drained = seen.reports.values().flat_map(|report| report.drained_by_others.0.iter().copied()).collect();
-        Self { seen, nodes: NodeIndex::of(seen.nodes), drained }
+        Self { seen, settings, nodes: NodeIndex::of(seen.nodes), drained }
     }
 }
 
@@ -258,7 +260,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     let mut homeless = Vec::new();
     // If a Node was created again under the same name, the old one never comes back. Its member loses the rank, because
     // each name may occur only once.
-    let news = News::of(seen);
+    let news = News::of(seen, &settings);
     let namesake = |member: &Member| news.nodes.named(&member.node).filter(|node| node.uid != member.uid);
     // Except for the lead: the host of that name has the queue, and the agent of a host without it refuses to start.
     let members = members.filter(|(rank, member, _)| *rank == 0 || namesake(member).is_none());
@@ -309,7 +311,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
 /// node's name, unless the rank is drained under a spare's name: Flux records drains by broker name, and under a new
 /// name the rank would get jobs until it is drained again.
 fn named(news: &News, roster: &Roster, rank: Rank, member: Member, before: Option<&RosterEntry>) -> RosterEntry {
-    let News { seen, nodes, drained } = news;
+    let News { seen, settings, nodes, drained } = news;
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
     let is_drained = before.is_some_and(|entry| entry.drain.is_some()) || drained.contains(&rank);
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
@@ -318,8 +320,9 @@ fn named(news: &News, roster: &Roster, rank: Rank, member: Member, before: Optio
     // No broker runs between epochs, so resources may shrink here. But pending jobs may need hardware that will be back
     // soon.
     let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));
-    let found =
-        node.filter(|_| may_declare_less(seen, lacks_since)).and_then(|node| next_resources(seen, node, rank, known));
+    let found = node
+        .filter(|_| may_declare_less(seen, lacks_since))
+        .and_then(|node| resources(seen, settings, node, rank, known));
     let (resources, lacks_since) = if found.is_some() { (found, None) } else { (known.cloned(), lacks_since) };
     RosterEntry {
         broker_name: if real { member.node.clone() } else { spare_name(rank) },

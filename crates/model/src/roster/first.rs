@@ -126,7 +126,8 @@ fn first_roster(
         let real = is_broker_name(&node.name);
         let broker_name = if real { node.name.clone() } else { spare_name(rank) };
         let reserved_for = real.then(|| node.uid.clone());
-        roster.ranks.insert(rank, entry(seen, node, rank, broker_name, reserved_for, 1));
+        let entry = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, 1);
+        roster.ranks.insert(rank, entry);
     }
     properties::assign(seen, &mut roster);
     Decision::Write(Box::new(roster))

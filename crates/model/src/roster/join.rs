@@ -84,7 +84,7 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         let Some(rank) = own.or_else(&mut next) else { continue };
         let broker_name = broker_name(roster, rank);
         let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
-        let joined = entry(seen, node, rank, broker_name, reserved_for, 0);
+        let joined = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, 0);
         roster.ranks.insert(rank, joined);
         with_rank.insert(node.uid.clone());
     }

@@ -48,7 +48,7 @@ pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Rost
         if let Some(address) = node.address {
             member.address = address;
         }
-        if let Some(mut now) = resources(seen, node, *rank, entry.resources.as_ref()) {
+        if let Some(mut now) = resources(seen, &roster.settings, node, *rank, entry.resources.as_ref()) {
             // Flux can't drain a rank while it excludes it. If the exclusion ended while a drain is wanted, the rank
             // would get jobs before it is drained.
             now.excluded |= entry.is_excluded() && entry.drain.is_some();

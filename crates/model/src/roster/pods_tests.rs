@@ -1,10 +1,11 @@
 //! Pods that Flux has placed outlive a broker: what waits for jobs does not wait for them.
 
 use super::{
-    epoch_tests::{idle, waits_for},
+    epoch::Restart,
+    epoch_tests::{close, idle, waits_for},
     tests::World,
 };
-use api::{Closing, Resources, Want};
+use api::{Closing, NodePhase, OnFailure, Resources, Roster, Want};
 
 /// The lead reports that jobs of these ranks hold resources.
 fn held(world: &mut World, all: &str, by_host_jobs: &str, by_gangs: &str) {
@@ -62,5 +63,57 @@ fn a_node_with_less_declares_it_only_once_no_pod_has_what_it_lacks() {
         world.now += 600;
         world.settle();
         assert_eq!(world.roster.as_ref().unwrap().ranks[&2].resources != before, has_changed, "{all:?}");
+    }
+}
+
+/// The cores that each member declares.
+fn cores(world: &World) -> Vec<String> {
+    let ranks = world.roster.as_ref().unwrap().ranks.values();
+    ranks.map(|entry| entry.resources.as_ref().unwrap().core_ids().to_string()).collect()
+}
+
+/// An instance that had pods on before this version: it declares all cores.
+fn upgraded() -> World {
+    let mut world = idle();
+    world.spec.pods.enabled = true;
+    world.roster.as_mut().unwrap().settings.pods = true;
+    world
+}
+
+fn next_epoch(world: &mut World) {
+    world.settle();
+    close(world);
+    world.settle();
+}
+
+#[test]
+fn an_upgrade_drains_no_node_and_the_next_epoch_declares_only_whole_cores() {
+    let mut world = upgraded();
+    world.add("node4", 4);
+    world.passed("node4", 2);
+    let began = Roster::parse(&serde_json::to_string(world.roster.as_ref().unwrap()).unwrap()).unwrap();
+    assert!(began.settings.pods && !began.settings.only_whole_cores, "an older version knew no such setting");
+    world.settle();
+    assert_eq!(cores(&world), ["0-1"; 4]);
+    assert!(world.roster.as_ref().unwrap().ranks.values().all(|entry| entry.drain.is_none()));
+    assert_eq!(world.restart(), Restart::None);
+    world.spec.broker.port = Some(9000);
+    next_epoch(&mut world);
+    assert_eq!(cores(&world), ["1"; 4]);
+}
+
+#[test]
+fn going_back_declares_what_the_settings_before_declared() {
+    let switched_on = |world: &mut World| world.spec.pods.enabled = true;
+    let another_port = |world: &mut World| world.spec.broker.port = Some(9000);
+    for (mut world, change) in [(idle(), switched_on as fn(&mut World)), (upgraded(), another_port)] {
+        world.spec.upgrade.on_failure = OnFailure::GoBack;
+        change(&mut world);
+        next_epoch(&mut world);
+        assert_eq!(cores(&world), ["1"; 3]);
+        let lead = world.reports.get_mut("node1").unwrap();
+        (lead.phase, lead.start_failing_epoch) = (NodePhase::Failed, Some(2));
+        world.settle();
+        assert_eq!((world.roster.as_ref().unwrap().epoch, cores(&world)), (3, vec!["0-1".to_owned(); 3]));
     }
 }

@@ -115,8 +115,15 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
         }
         true => serve(&mut round, memory),
     };
-    round.actions.retain(|action| action.paused_by_refusal().is_none_or(|gang| !world.refused.contains_key(gang)));
+    round.actions.retain(|action| may_begin(world, action));
     Decision { actions: round.actions, report, wake: round.wake }
+}
+
+/// False for an action that has to wait, whatever wants it.
+fn may_begin(world: &World, action: &Action) -> bool {
+    let is_refused = action.paused_by_refusal().is_some_and(|gang| world.refused.contains_key(gang));
+    let is_too_late = world.is_closing && *action == Action::StartQueues;
+    !is_refused && !is_too_late
 }
 
 /// Serves every gang.

@@ -71,7 +71,7 @@ impl Bed {
     pub fn new(nodes: &[u32]) -> Self {
         let seen = World {
             broker: Some(Broker { in_run_since: Some(BEGIN), queues: Queues::Started, is_recovered: true }),
-            jobs: Some(Jobs::default()),
+            jobs: Some(Jobs::of(0)),
             pods: Some(Pods { by_uid: BTreeMap::new(), listed: BEGIN - FORCED_HOLD }),
             targets: targets(nodes),
             namespaces: ["default".to_owned()].into(),
@@ -352,7 +352,7 @@ impl Bed {
     fn reread(&mut self) {
         self.journal.clear();
         self.under_way.clear();
-        self.seen.jobs = Some(Jobs::default());
+        self.seen.jobs = Some(Jobs::of(0));
         let known = self.jobs.iter().map(|(id, job)| (*id, job.jobspec.clone(), job.urgency, job.slots.clone()));
         for (id, jobspec, urgency, slots) in known.collect::<Vec<_>>() {
             let submit = json!({"name": "submit", "userid": 0, "urgency": urgency});

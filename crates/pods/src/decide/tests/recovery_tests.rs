@@ -242,3 +242,21 @@ fn a_job_that_ended_while_its_pod_runs_is_replaced_by_a_pin() {
     let pinned = bed.jobs.values().filter_map(FluxJob::bridged).all(|job| job.record.pinned == Some(0));
     assert!(pinned && bed.pods.values().all(|pod| !pod.is_deleting));
 }
+
+#[test]
+fn no_queue_is_started_while_the_epoch_ends() {
+    for is_recovered in [false, true] {
+        let mut bed = running();
+        bed.restart_broker(|_| true, false);
+        bed.broker().queues = Queues::Stopped;
+        bed.broker().is_recovered = is_recovered;
+        bed.seen.is_closing = true;
+        bed.settle();
+        assert_eq!(bed.broker().queues, Queues::Stopped);
+        assert!(!bed.done.contains(&Action::StartQueues), "recovered: {is_recovered}");
+        bed.seen.is_closing = false;
+        bed.settle();
+        assert_eq!(bed.broker().queues, Queues::Started, "the epoch goes on");
+        assert!(is_allocated(&bed, "default/g"));
+    }
+}
