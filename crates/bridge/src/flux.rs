@@ -68,22 +68,12 @@ impl Flux {
         let is_in_run = state(&self.client).await?.state == "run";
         self.in_run_since = is_in_run.then(|| self.in_run_since.unwrap_or(now));
         let queues = match is_in_run {
-            true => standing(&self.client).await?,
+            true => Queues::of(&queues::queues(&self.client).await?),
             false => Queues::Offline,
         };
         let is_recovered = recovered == Some(self.name.as_str());
         Ok(world::Broker { in_run_since: self.in_run_since, queues, is_recovered })
     }
-}
-
-async fn standing(client: &Client) -> Result<Queues, RpcError> {
-    let all = queues::queues(client).await?;
-    let is_ours = |queue: &queues::Queue| queue.stop_reason.as_deref().is_some_and(Queues::is_ours);
-    Ok(match () {
-        () if all.iter().any(queues::Queue::is_scheduler_offline) => Queues::Offline,
-        () if all.iter().any(is_ours) => Queues::Stopped,
-        () => Queues::Started,
-    })
 }
 
 /// Starts those queues that the bridge or a restart has stopped.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use api::Rank;
-use broker::queues::STOPPED_BY_RESTART;
+use broker::queues::{Queue, STOPPED_BY_RESTART};
 
 use crate::{
     action::Action,
@@ -77,13 +77,39 @@ pub struct Broker {
 pub enum Queues {
     /// The scheduler is offline: nothing is allocated, and nothing that holds resources may end.
     Offline,
-    /// All are started, or stopped by an administrator.
+    /// At least one is started. All others are stopped by an administrator.
     Started,
-    /// One of them was stopped by the broker's restart or by the bridge.
+    /// At least one is started, and at least one was stopped by the broker's restart or by the bridge.
+    PartlyStarted,
+    /// None is started, and at least one was stopped by the broker's restart or by the bridge.
     Stopped,
+    /// An administrator has stopped all.
+    StoppedByOthers,
 }
 
 impl Queues {
+    /// What the job manager says of all its queues.
+    pub fn of(all: &[Queue]) -> Self {
+        let is_ours = |queue: &Queue| queue.stop_reason.as_deref().is_some_and(Self::is_ours);
+        match (all.iter().any(|queue| queue.start), all.iter().any(is_ours)) {
+            _ if all.iter().any(Queue::is_scheduler_offline) => Self::Offline,
+            (true, false) => Self::Started,
+            (true, true) => Self::PartlyStarted,
+            (false, true) => Self::Stopped,
+            (false, false) => Self::StoppedByOthers,
+        }
+    }
+
+    /// True if nothing is allocated before somebody starts a queue.
+    pub fn are_all_stopped(self) -> bool {
+        matches!(self, Self::Stopped | Self::StoppedByOthers)
+    }
+
+    /// True if the bridge is to start one when the cores of pods are held again.
+    pub fn wait_for_bridge(self) -> bool {
+        matches!(self, Self::Stopped | Self::PartlyStarted)
+    }
+
     /// True for a reason for which the bridge starts a queue again.
     pub fn is_ours(stop_reason: &str) -> bool {
         stop_reason == STOPPED_BY_RESTART || stop_reason.starts_with(NOTE)
@@ -98,4 +124,28 @@ pub struct Pods {
     pub by_uid: BTreeMap<String, PodView>,
     /// When they were listed for the first time: nothing is known about pods that were deleted before.
     pub listed: Millis,
+}
+
+#[cfg(test)]
+mod tests {
+    use broker::queues::SCHEDULER_IS_OFFLINE;
+
+    use super::*;
+
+    #[test]
+    fn queues_are_told_apart_by_who_stopped_them() {
+        let started = Queue { start: true, ..Queue::default() };
+        let stopped = |reason: &str| Queue { stop_reason: Some(reason.to_owned()), ..Queue::default() };
+        let (ours, theirs) = (stopped(STOPPED_BY_RESTART), stopped("maintenance"));
+        for (queues, expected) in [
+            (vec![started.clone()], Queues::Started),
+            (vec![started.clone(), theirs.clone()], Queues::Started),
+            (vec![started.clone(), ours.clone(), theirs.clone()], Queues::PartlyStarted),
+            (vec![stopped(&format!("{NOTE}why")), theirs.clone()], Queues::Stopped),
+            (vec![theirs, Queue::default()], Queues::StoppedByOthers),
+            (vec![ours, stopped(SCHEDULER_IS_OFFLINE)], Queues::Offline),
+        ] {
+            assert_eq!(Queues::of(&queues), expected, "{queues:?}");
+        }
+    }
 }

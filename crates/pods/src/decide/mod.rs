@@ -28,14 +28,8 @@ use self::{
 };
 pub use self::{memory::Memory, recovery::Recovery, words::AUTOSCALE_AFTER};
 use crate::{
-    action::Action,
-    gangs::Gang,
-    jobs::JobState,
-    pod::PodView,
-    record::GangId,
-    requests::cores,
-    time::Millis,
-    world::{Queues, World},
+    action::Action, gangs::Gang, jobs::JobState, pod::PodView, record::GangId, requests::cores, time::Millis,
+    world::World,
 };
 
 /// What is to be done now.
@@ -128,7 +122,7 @@ fn may_begin(world: &World, action: &Action) -> bool {
 
 /// Serves every gang.
 fn serve(round: &mut Round, memory: &mut Memory) -> Report {
-    if round.broker.queues == Queues::Stopped && !round.world.under_way.contains(&Action::StartQueues) {
+    if round.broker.queues.wait_for_bridge() && !round.world.under_way.contains(&Action::StartQueues) {
         round.actions.push(Action::StartQueues);
     }
     let mut report = Report { standing: Standing::Serving, ..Report::default() };

@@ -46,12 +46,12 @@ pub enum Recovery {
 pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     match round.broker.queues {
         Queues::Offline => return Recovery::Scheduler,
-        Queues::Started if !is_stopping(round) => {
+        queues if queues.are_all_stopped() => {}
+        _ if is_stopping(round) => return Recovery::Queues,
+        _ => {
             round.actions.push(Action::StopQueues(format!("{NOTE}gives pods that run their cores again")));
             return Recovery::Queues;
         }
-        Queues::Started => return Recovery::Queues,
-        Queues::Stopped => {}
     }
     let gangs = std::mem::take(&mut round.gangs);
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());

@@ -63,7 +63,10 @@ impl Bed {
             Action::StopQueues(_) => self.broker().queues = Queues::Stopped,
             Action::StartQueues => {
                 let broker = self.broker();
-                (broker.queues, broker.is_recovered) = (Queues::Started, true);
+                broker.is_recovered = true;
+                if broker.queues.wait_for_bridge() {
+                    broker.queues = Queues::Started;
+                }
             }
         }
         self.answered(serial, 0);

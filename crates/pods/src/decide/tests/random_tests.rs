@@ -148,7 +148,7 @@ impl Play {
                     // After a restart the queues are stopped when the scheduler is back.
                     Queues::Offline if !broker.is_recovered => Queues::Stopped,
                     Queues::Offline => Queues::Started,
-                    Queues::Stopped => Queues::Stopped,
+                    queues => queues,
                 };
                 "the scheduler goes or comes"
             }

@@ -260,3 +260,31 @@ fn no_queue_is_started_while_the_epoch_ends() {
         assert!(is_allocated(&bed, "default/g"));
     }
 }
+
+#[test]
+fn an_administrators_stopped_queues_stay_so_and_the_cores_of_pods_are_asked_for_nevertheless() {
+    let mut bed = running();
+    bed.restart_broker(|_| true, false);
+    bed.broker().queues = Queues::StoppedByOthers;
+    bed.settle();
+    let broker = bed.broker();
+    assert_eq!((broker.queues, broker.is_recovered), (Queues::StoppedByOthers, true));
+    assert!(!bed.done.iter().any(|action| matches!(action, Action::StopQueues(_))));
+    assert!(!is_allocated(&bed, "default/g"), "it waits for the administrator, before all others");
+    bed.broker().queues = Queues::Started;
+    bed.settle();
+    assert!(is_allocated(&bed, "default/g"));
+}
+
+#[test]
+fn no_queue_stays_open_during_a_recovery_and_those_that_waited_for_it_start() {
+    let mut bed = running();
+    bed.restart_broker(|_| true, false);
+    bed.broker().queues = Queues::PartlyStarted;
+    bed.settle();
+    assert!(bed.done.iter().any(|action| matches!(action, Action::StopQueues(_))));
+    assert_eq!(bed.broker().queues, Queues::Started);
+    bed.broker().queues = Queues::PartlyStarted;
+    bed.settle();
+    assert_eq!(bed.broker().queues, Queues::Started);
+}
