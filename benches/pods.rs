@@ -4,7 +4,7 @@
 //!     FLUX_PREFIX=… KUBEBUILDER_ASSETS=… cargo bench --bench pods -- GANGS MEMBERS NODES OTHERS
 //!
 //! OTHERS: pods of another scheduler, which the bridge lists and leaves alone.
-#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 #[path = "../tests/support/bare_cluster.rs"]
 mod bare_cluster;
@@ -50,7 +50,7 @@ async fn main() {
             let number = |text: &str| text.parse::<usize>().unwrap();
             measure(number(gangs), number(members), nodes.parse().unwrap(), number(others)).await;
         }
-        _ => eprintln!("usage: GANGS MEMBERS NODES OTHERS"),
+        _ => panic!("usage: cargo bench --bench pods -- GANGS MEMBERS NODES OTHERS"),
     }
 }
 
@@ -60,12 +60,13 @@ async fn run_bridge(kubeconfig: &str, socket: &Path) {
     let nodes = Api::<Node>::all(client.clone()).list(&ListParams::default()).await.unwrap();
     let uids: BTreeMap<String, String> =
         nodes.into_iter().map(|node| (node.name_any(), node.uid().unwrap_or_default())).collect();
+    // The API server's own node has no part in this.
+    let uids: BTreeMap<_, _> = uids.into_iter().filter(|(name, _)| name.starts_with("machine")).collect();
     let names: Vec<_> = (0..uids.len()).map(|rank| format!("machine{rank}")).collect();
     let members: Vec<_> = names.iter().map(|name| (name.as_str(), CORES)).collect();
     let mut roster = roster(u32::try_from(names.len()).unwrap(), &members);
-    for entry in roster.ranks.values_mut() {
-        let member = entry.member.as_mut().unwrap();
-        member.uid.clone_from(&uids[&member.node]);
+    for (rank, entry) in &mut roster.ranks {
+        entry.member.as_mut().unwrap().uid.clone_from(&uids[&format!("machine{rank}")]);
     }
     let (_sender, told) =
         watch::channel(Told { roster: Arc::new(roster), settings: Settings::default(), is_closing: false });
@@ -94,7 +95,7 @@ impl BridgeProcess {
         line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024
     }
 
-    /// Processor time so far, in hundredths of a second.
+    /// Processor time so far, in ticks of the kernel: hundredths of a second on all usual machines.
     fn used(&self) -> u64 {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.0.id())).unwrap();
         let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
@@ -134,7 +135,7 @@ async fn make(client: &Client, pods: Vec<Pod>) {
     stream::iter(pods).for_each_concurrent(16, create).await;
 }
 
-/// When each pod was seen first and when it was seen bound, until `count` are bound.
+/// Waits until `count` pods are bound. Returns for each how long after it was first seen; zero if it was bound by then.
 async fn until_bound(client: &Client, count: usize) -> Vec<Duration> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
     let mut events = watcher(pods, watcher::Config::default()).default_backoff().applied_objects().boxed();
@@ -196,13 +197,13 @@ async fn measure(gangs: usize, members: usize, nodes: u32, others: usize) {
     };
     let ((mut took, elapsed), ()) = futures::join!(bound, made);
     took.sort_unstable();
-    let second = |part: usize| took[(took.len() - 1) * part / 100].as_secs_f64();
+    let percentile = |percent: usize| took[(took.len() - 1) * percent / 100].as_secs_f64();
     let rate = all as f64 / elapsed.as_secs_f64();
     println!(
         "bound after {:.1} s: {rate:.0} pods/s; from seen to bound: median {:.1} s, p99 {:.1} s",
         elapsed.as_secs_f64(),
-        second(50),
-        second(99)
+        percentile(50),
+        percentile(99)
     );
     println!("the bridge has had {} MiB", bridge.memory());
 

@@ -52,6 +52,11 @@ def until(what, look, limit=120):
         time.sleep(0.1)
 
 
+def until_is(wanted, what, look, limit=120):
+    """Looks until it finds what is wanted."""
+    until(f"{what}: {wanted}", lambda: (found := look()) == wanted or found, limit)
+
+
 class Cluster:
     """All of its nodes are to be in the instance."""
 
@@ -70,6 +75,9 @@ class Cluster:
     def up(self):
         kubectl("apply", "-f", self.manifest)
         self.all_online()
+
+    def down(self):
+        kubectl("delete", "-f", self.manifest, "--ignore-not-found")
 
     def all_online(self):
         until("all nodes Online", lambda: self.are_online(self.nodes))
@@ -159,7 +167,7 @@ def main(about, rows, kind, add_arguments=lambda parser: None):
                 print(f"{name} #{turn}: FAILED: {error}", flush=True)
         failed += wrong
         table.append(f"| {name} | {arguments.runs} | {wrong} | {figures(own)} | {figures(times)} |")
-    kubectl("delete", "-f", cluster.manifest, "--ignore-not-found")
+    cluster.down()
     head = f"| what | runs | failed | {cluster.OWN}: median | max | all done: median | max |\n|---|--:|--:|--:|--:|--:|--:|"
     print("\n".join([head, *table]))
     sys.exit(1 if failed else 0)

@@ -5,144 +5,54 @@ change, a smaller instance and an uninstall, beside pods that must not notice.
     KUBECONFIG=… scripts/cluster_pods.py --manifest FILE --node-shell 'COMMAND {node}' --image IMAGE [--cpu 1]
         [--power 'COMMAND {action} {node}'] [--api-server 'COMMAND {action}'] [--runs 5] [--rows WORD,…]
 
-IMAGE has a program that writes a line and sleeps for as many seconds as its first argument says. A node must have room for one pod
-that requests as much CPU, and for no second one. ConfigMap flux-default of the manifest switches spec.pods on. The action of
+IMAGE has a program that writes a line, sleeps for as many seconds as its first argument says, and exits with its second. A node must
+have room for one pod that requests as much CPU, and for no second one. ConfigMap flux-default of the manifest switches spec.pods on. The action of
 --api-server is stop or start. The other arguments are those of cluster_faults.py. Use a cluster that can be damaged; namespace default
 is emptied."""
 
-import datetime, json, random, shlex, statistics, time
+import datetime, json, random, statistics, time
 from concurrent.futures import ThreadPoolExecutor
 
-from cluster import Cluster, Wrong, kubectl, main, ours, run, until
+from cluster import Wrong, kubectl, main, ours, until, until_is
+from pod_cluster import AGENT, BROKER, FOREVER, GROUP, KUBELET, PodCluster
 
-GROUP = "distribute.flux-framework.org"
-FOREVER = "1000000"
-# Of the first broker or the agent on a node, without what these have just forked.
-SIGNAL = r"""for process in /proc/[0-9]*; do line=$(tr '\0' ' ' < $process/cmdline); case $line in %s*)
-kill -%s ${process#/proc/}; exit;; esac; done 2>/dev/null; exit 1"""
-
-KUBELET = r"""for process in /proc/[0-9]*; do read -r name < $process/comm; case $name in kubelet)
-kill -%s ${process#/proc/}; exit;; esac; done 2>/dev/null; exit 1"""
+# Moments of a deletion after which the container may still run when the pod is gone.
+FORCED = ("terminating", "forced")
 
 
-class Pods(Cluster):
-    OWN = "until all cores are held again"
-
-    def __init__(self, arguments):
-        super().__init__(arguments)
-        self.image, self.cpu, self.api_command = arguments.image, arguments.cpu, arguments.api_server
-
+class Pods(PodCluster):
     def misses(self, row):
         if row in (Pods.lead_without_power, Pods.node_down) and not self.power_command:
             return "--power"
         return "--api-server" if row == Pods.api_server_gone and not self.api_command else None
 
-    def api_server(self, action):
-        run(*shlex.split(self.api_command.format(action=action)))
-
-    def up(self):
-        super().up()
-        kubectl("apply", "-f", "deploy/pods.yaml")
-        role = ["--clusterrole=flux-bridge", "--serviceaccount=flux-distribute:install-flux"]
-        if not kubectl("get", "rolebinding", "flux-bridge", "--ignore-not-found"):
-            kubectl("create", "rolebinding", "flux-bridge", *role)
-        for node in self.nodes:
-            kubectl("uncordon", node)
-        for kind in ["deployments", "replicasets", "statefulsets", "jobs", "pods"]:
-            kubectl("delete", kind, "--all", "--wait=false")
-        until("the last run's cores free", lambda: self.held() == 0 or self.held())
-        until("no pods", lambda: not self.pods() or list(self.pods()))
-
-    # What is there.
-
-    def pods(self):
-        found = json.loads(kubectl("get", "pods", "-o", "json"))["items"]
-        return {pod["metadata"]["name"]: pod for pod in found}
-
-    def held(self):
-        """Nodes with cores that Flux has given out."""
-        return int(self.flux("resource", "list", "-s", "allocated", "-no", "{nnodes}") or 0)
-
-    def running(self):
-        return {name: pod for name, pod in self.pods().items() if pod["status"]["phase"] == "Running"}
-
-    def until_running(self, count):
-        until(f"{count} pods Running", lambda: len(self.running()) >= count or list(self.running()))
-
-    @staticmethod
-    def identity(pod):
-        restarts = sum(container["restartCount"] for container in pod["status"].get("containerStatuses", []))
-        return pod["metadata"]["uid"], pod["spec"]["nodeName"], pod["status"]["phase"], restarts
-
-    def run_on(self, before):
-        """Pods that ran before still do: the same ones, on the same nodes, without a restart."""
-        now = self.pods()
-        for name, pod in before.items():
-            if name not in now or self.identity(pod) != self.identity(now[name]):
-                raise Wrong(f"{name}: {self.identity(pod)} before, {now.get(name, {}).get('status')} now")
-
-    def queue(self):
-        """The gangs that wait, in Flux's order."""
-        return self.flux("jobs", "-n", "--filter=pending", "-o", "{name}").split()
-
-    # What is made.
-
-    def template(self, seconds, **more):
-        container = {"name": "main", "image": self.image, "imagePullPolicy": "IfNotPresent", "args": [seconds, "0"]}
-        container["resources"] = {"requests": {"cpu": self.cpu}}
-        return {"schedulerName": "flux", "terminationGracePeriodSeconds": 2, "containers": [container]} | more
-
-    def apply(self, kind, version, name, spec, metadata=None):
-        made = {"apiVersion": version, "kind": kind, "metadata": {"name": name} | (metadata or {}), "spec": spec}
-        kubectl("apply", "-f", "-", stdin=json.dumps(made))
-
-    def pod(self, name, seconds=FOREVER, annotations=None, **more):
-        spec = self.template(seconds, restartPolicy="Never", **more)
-        self.apply("Pod", "v1", name, spec, {"annotations": annotations or {}})
-
-    def gang(self, name, size, seconds=FOREVER, **more):
-        for member in range(size):
-            self.pod(f"{name}-{member}", seconds, {f"{GROUP}/gang": name, f"{GROUP}/gang-size": str(size)}, **more)
-
-    def controller(self, kind, name, replicas):
-        labels = {"app": name}
-        template = {"metadata": {"labels": labels}, "spec": self.template(FOREVER)}
-        spec = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
-        self.apply(kind, "apps/v1", name, spec | ({"serviceName": name} if kind == "StatefulSet" else {}))
-
-    def job(self, name, size, indexed, seconds=FOREVER, **more):
-        spec = {"completions": size, "parallelism": size, "completionMode": "Indexed" if indexed else "NonIndexed"}
-        spec["template"] = {"spec": self.template(seconds, restartPolicy="Never", **more)}
-        self.apply("Job", "batch/v1", name, spec)
-
-    # The rows.
-
     def kinds(self):
-        """Each bound pod has cores of its own, on the node where Flux has given them out."""
+        """Pods of six kinds: each has cores of its own, on the node where Flux has given them out."""
         self.pod("bare")
         self.job("work", 1, False)
         self.controller("Deployment", "deployment", 1)
-        self.until_running(3)
+        self.have_own_cores(3)
         kubectl("delete", "pod", "bare")
         self.controller("StatefulSet", "stateful", 1)
         self.controller("ReplicaSet", "replicas", 1)
         self.until_running(4)
-        kubectl("delete", "deployment,replicaset,statefulset", "--all")
+        kubectl("delete", "job", "work", "--cascade=foreground")
+        self.have_own_cores(3)
+        kubectl("delete", "deployment,replicaset,statefulset", "--all", "--cascade=foreground")
         self.job("gang", 3, True)
-        self.until_running(4)
-        records, taken = {}, {}
+        self.have_own_cores(3)
+
+    def have_own_cores(self, count):
+        until_is(count, "so many pods Running", lambda: len(self.running()))
+        taken = {}
         for name, pod in self.running().items():
-            if "deletionTimestamp" in pod["metadata"]:
-                continue
             record = json.loads(pod["metadata"]["annotations"][f"{GROUP}/job"])
-            records[name] = record
             r = json.loads(self.flux("job", "info", record["id"], "R"))["execution"]
-            nodes = self.flux("hostlist", "-e", *r["nodelist"]).split()
-            core = (pod["spec"]["nodeName"], record["cores"])
-            if core[0] not in nodes or taken.setdefault(core, name) != name:
-                raise Wrong(f"{name} has {record}, R is {r}, taken are {taken}")
-        if len(records) < 4:
-            raise Wrong(f"{records}")
+            node = pod["spec"]["nodeName"]
+            if node not in self.flux("hostlist", "-e", *r["nodelist"]).split():
+                raise Wrong(f"{name} is on {node}, R is {r}")
+            if taken.setdefault((node, record["cores"]), name) != name:
+                raise Wrong(f"{name} has {record}, taken are {taken}")
 
     def pairs(self):
         """Gangs of two on all nodes, and as many that wait."""
@@ -157,8 +67,8 @@ class Pods(Cluster):
             self.gang(name, 2)
             until(f"{name} queued", lambda name=name: f"default/{name}" in self.queue() or self.queue())
 
-    def restart(self, do, cores_are_given_again=True):
-        """Gangs run and gangs wait; then `do`. Only the pods on the node whose name it returns may notice."""
+    def disturb(self, do, cores_are_given_again=True):
+        """Gangs run and gangs wait; then `do`. All is as before, but for the pods on the node that it names."""
         self.pairs()
         before, queue, lead = self.running(), self.queue(), self.instance()["status"]["lead"]
         begin = time.monotonic()
@@ -180,9 +90,12 @@ class Pods(Cluster):
     def the_next_gang_runs(self, before):
         """The first of those that wait, once two nodes are free."""
         kubectl("delete", "pod", "run0-0", "run0-1", "--wait=false")
-        until("the next gang bound", lambda: {"wait0-0", "wait0-1"} <= self.running().keys() or list(self.running()))
+        self.until_next_gang()
         self.run_on({name: pod for name, pod in before.items() if not name.startswith("run0-")})
         until("no job without its pods", self.has_no_orphans, 30)
+
+    def until_next_gang(self):
+        until("the next gang bound", lambda: {"wait0-0", "wait0-1"} <= self.running().keys() or list(self.running()))
 
     def has_no_orphans(self):
         jobs = set(self.flux("jobs", "-n", "--filter=running,pending", "-o", "{name}").split())
@@ -191,13 +104,13 @@ class Pods(Cluster):
         return not orphans or orphans
 
     def agent_killed(self):
-        return self.restart(lambda lead: self.on(lead, SIGNAL % ("/flux-distribute?agent", "KILL")), False)
+        return self.disturb(lambda lead: self.signal(lead, "KILL", AGENT), False)
 
     def broker_terminated(self):
-        return self.restart(lambda lead: self.on(lead, SIGNAL % ("broker?--config-path", "TERM")))
+        return self.disturb(lambda lead: self.signal(lead, "TERM", BROKER))
 
     def broker_killed(self):
-        return self.restart(lambda lead: self.on(lead, SIGNAL % ("broker?--config-path", "KILL")))
+        return self.disturb(lambda lead: self.signal(lead, "KILL", BROKER))
 
     def next_epoch(self):
         def do(_):
@@ -205,7 +118,7 @@ class Pods(Cluster):
             ours("annotate", "fluxinstance", "flux", "--overwrite", f"{GROUP}/restart={time.time()}")
             until("the next epoch", lambda: self.instance()["status"]["epoch"] > epoch)
 
-        return self.restart(do)
+        return self.disturb(do)
 
     def lead_without_power(self):
         def do(lead):
@@ -214,7 +127,7 @@ class Pods(Cluster):
             self.power("start", lead)
             return lead
 
-        return self.restart(do)
+        return self.disturb(do)
 
     def api_server_gone(self):
         def do(_):
@@ -222,10 +135,10 @@ class Pods(Cluster):
             time.sleep(30)
             self.api_server("start")
 
-        return self.restart(do, False)
+        return self.disturb(do, False)
 
     def node_down(self):
-        """A broker's restart waits for no node; of a gang elsewhere, one node is cordoned and the other one down."""
+        """The lead's broker restarts while one gang has a node that is cordoned and a node that is down: the recovery waits for neither."""
         self.pairs()
         before, lead = self.running(), self.instance()["status"]["lead"]
         on = {number: [before[f"run{number}-{member}"]["spec"]["nodeName"] for member in range(2)] for number in (0, 1)}
@@ -233,10 +146,10 @@ class Pods(Cluster):
         kubectl("cordon", cordoned)
         self.power("kill", down)
         try:
-            self.on(lead, SIGNAL % ("broker?--config-path", "KILL"))
+            self.signal(lead, "KILL", BROKER)
             begin = time.monotonic()
             kubectl("delete", "pod", f"run{free}-0", f"run{free}-1", "--wait=false")
-            until("the next gang bound", lambda: {"wait0-0", "wait0-1"} <= self.running().keys() or list(self.running()))
+            self.until_next_gang()
             seconds = time.monotonic() - begin
         finally:
             self.power("start", down)
@@ -248,10 +161,10 @@ class Pods(Cluster):
         return seconds
 
     def join(self):
-        """A node joins while gangs end; then a core of each node is there to be had."""
+        """A node joins while gangs end; afterwards each node still has its core to give."""
         most = len(self.nodes)
         self.set(most - 1)
-        until("a node less", lambda: self.instance()["status"]["size"] == most - 1)
+        until_is(most - 1, "that size", self.size)
         try:
             for number in range(3 * most):
                 self.gang(f"short{number}", 2, str(random.randint(1, 3)))
@@ -295,21 +208,19 @@ class Pods(Cluster):
         skews = []
         for number, size in enumerate(sizes):
             lines = [kubectl("logs", "--timestamps", f"g{number}-{member}").split()[0] for member in range(size)]
-            # Python reads no more than microseconds.
-            starts = [datetime.datetime.fromisoformat(line.split(".")[0] + line[-1:].replace("Z", "+00:00")).timestamp()
-                      + float("0." + line.split(".")[1].rstrip("Z")) for line in lines]
+            starts = [datetime.datetime.fromisoformat(line).timestamp() for line in lines]
             skews.append(max(starts) - min(starts))
         least = sum(sizes) * seconds / most
         print(f"measured: 50 gangs of {sum(sizes)} pods, skew of a gang's start: median {statistics.median(skews):.2f} s, "
-              f"{took:.0f} s in all, {took / least:.1f} times what the pods' own {seconds} s take on {most} nodes", flush=True)
+              f"{took:.0f} s in all, kubectl's creation of the pods among them: {took / least:.1f} times what the pods' own "
+              f"{seconds} s take on {most} nodes", flush=True)
 
     def refused(self):
         """kubelet refuses a member of a Job three times: the others stay, and the Job completes."""
         most, label = len(self.nodes), f"test.{GROUP}/here"
         target = next(node for node in self.nodes if node != self.instance()["status"]["lead"])
-        kubelet = lambda signal: self.on(target, KUBELET % signal)
         kubectl("label", "nodes", "--all", "--overwrite", f"{label}=yes")
-        kubelet("STOP")
+        self.signal(target, "STOP", KUBELET)
         try:
             begin = time.monotonic()
             self.job("refused", most, True, "120", nodeSelector={label: "yes"})
@@ -325,16 +236,16 @@ class Pods(Cluster):
                 if turn < 3:
                     kubectl("label", "node", target, f"{label}-")
                     time.sleep(1)
-                kubelet("CONT")
+                self.signal(target, "CONT", KUBELET)
                 if turn < 3:
                     until("a refusal", lambda name=name: self.pods()[name]["status"]["phase"] == "Failed")
                     refused.add(uid)
-                    kubelet("STOP")
+                    self.signal(target, "STOP", KUBELET)
                     kubectl("label", "node", target, f"{label}=yes")
             self.run_on(before)
             until("the Job's end", lambda: self.the_job("refused")["status"].get("succeeded") == most, 300)
         finally:
-            kubelet("CONT")
+            self.signal(target, "CONT", KUBELET)
             kubectl("label", "nodes", "--all", f"{label}-")
         job = self.the_job("refused")
         if len(cores) != 1 or job["spec"]["backoffLimit"] != 6 or job["status"].get("failed") != 3:
@@ -364,7 +275,7 @@ class Pods(Cluster):
                 until("running", lambda: get()["status"]["phase"] == "Running", 300)
             if moment == "terminating":
                 kubectl("delete", "pod", *names, "--wait=false")
-            forced = ["--grace-period=0", "--force"] if moment in ("forced", "terminating") else []
+            forced = ["--grace-period=0", "--force"] if moment in FORCED else []
             kubectl("delete", "pod", *names, "--ignore-not-found", *forced)
             return name, moment, time.time()
 
@@ -373,13 +284,13 @@ class Pods(Cluster):
             while not all(each.done() for each in deleted):
                 self.runs_on_its_cores()
             deleted = [each.result() for each in deleted]
-        until("all cores free", lambda: self.held() == 0 or self.held())
+        until_is(0, "all cores free", self.held)
         ended = {}
         for line in self.flux("jobs", "-a", "-n", "--count=0", "-o", "{name} {t_inactive}").splitlines():
             name, at = line.rsplit(None, 1)
             ended[name] = max(float(at), ended.get(name, 0))
         took = [(ended.get(f"default/{name}", gone) - gone, moment, name) for name, moment, gone in deleted]
-        late = [each for each in took if each[0] > (12 if each[1] in ("forced", "terminating") else 2)]
+        late = [each for each in took if each[0] > (12 if each[1] in FORCED else 2)]
         print(f"measured: cores free after the pod is gone: {max(took)}; the others at most "
               f"{max(each for each in took if each[1] not in ('forced', 'terminating'))}", flush=True)
         if late:
@@ -394,7 +305,7 @@ class Pods(Cluster):
             raise Wrong(f"free under a pod that runs: {early}")
 
     def fewer_nodes(self):
-        """A gang is waited for, a pod by itself is not."""
+        """spec.size falls: a member stays while a gang runs on it; a single pod runs on after its member has left."""
         most = len(self.nodes)
         self.controller("Deployment", "service", most - 2)
         self.gang("gang", 2)
@@ -405,23 +316,23 @@ class Pods(Cluster):
         ranks = {node["metadata"]["name"]: node["spec"]["rank"] for node in ranks}
         size = max(1, max(ranks[node] for node in on_nodes))
 
-        def is_of(size):
-            return self.instance()["status"]["size"] == size or self.instance()["status"]
-
         try:
             self.set(size)
             time.sleep(5)
-            if self.instance()["status"]["size"] == size:
+            if self.size() == size:
                 raise Wrong("a member has left under a gang")
             self.run_on(before)
             kubectl("delete", "pod", "gang-0", "gang-1")
             before = {name: pod for name, pod in before.items() if not name.startswith("gang")}
-            until(f"size {size}", lambda: is_of(size))
+            until_is(size, "that size", self.size)
             self.set(1)
-            until("size 1", lambda: is_of(1))
+            until_is(1, "that size", self.size)
             self.run_on(before)
         finally:
             self.set(None)
+
+    def size(self):
+        return self.instance()["status"]["size"]
 
     def set(self, size):
         ours("patch", "fluxinstance", "flux", "--type=merge", "-p", json.dumps({"spec": {"size": size}}))
@@ -432,12 +343,12 @@ class Pods(Cluster):
         self.until_running(len(self.nodes))
         before, again = self.running(), self.instance()
         ours("delete", "fluxinstance", "flux")
-        until("hosts clean", lambda: not self.phases() or self.phases())
+        until_is({}, "hosts clean", self.phases)
         self.run_on(before)
         self.apply("FluxInstance", f"{GROUP}/v1alpha1", "flux", again["spec"], {"namespace": again["metadata"]["namespace"]})
         self.all_online()
         begin = time.monotonic()
-        until("all cores held", lambda: self.held() == len(self.nodes) or self.held())
+        until_is(len(self.nodes), "all cores held", self.held)
         self.run_on(before)
         return time.monotonic() - begin
 

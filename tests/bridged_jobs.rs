@@ -302,14 +302,14 @@ async fn without_a_record_a_crash_leaves_the_queue_open() {
     assert!(queues::queue(&client, None).await.unwrap().start, "then `ensure_recorded` is not needed any more");
 }
 
-/// A job of the bridge, for one pod.
-async fn bridged(client: &Client) -> JobId {
-    let gang = GangId { kind: GangKind::Pod, namespace: "default".into(), name: "p".into(), uid: "uid-p".into() };
+/// Submits a job of the bridge for one pod of a gang of this kind.
+async fn bridged(client: &Client, kind: GangKind, cores: u32) -> JobId {
+    let gang = GangId { kind, namespace: "default".into(), name: "p".into(), uid: "uid-p".into() };
     let member = Member { name: "p".into(), uid: "uid-p".into(), index: None };
     let request = JobRequest {
         record: JobRecord { gang, members: vec![member], threads: 1, pinned: None },
         slots: 1,
-        cores: 3,
+        cores,
         spreads: false,
         duration: 60,
         constraint: Constraint::Anywhere,
@@ -324,9 +324,9 @@ async fn what_a_bridge_has_left_ends_while_the_scheduler_is_online_and_its_queue
     let base = tempfile::tempdir().unwrap();
     let (lead, client) = lead_with(&flux, base.path(), "[job-manager]\nstop-queues-on-restart = true\n").await;
     let (mut journal, _) = Journal::open(&client).await;
-    let running = bridged(&client).await;
+    let running = bridged(&client, GangKind::Pod, 3).await;
     journal.until(running, "alloc").await;
-    bridged(&client).await;
+    bridged(&client, GangKind::Pod, 3).await;
     let host = submitted(&client, 1, 3).await;
     journal.until(host, "priority").await;
     run(&flux, &lead, &["job", "wait-event", "-t", "20", &running.to_string(), "alloc"]);
@@ -388,12 +388,8 @@ async fn a_gang_that_ends_while_the_lead_is_asked_is_no_host_job() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
     let (_lead, client) = lead_with(&flux, base.path(), "").await;
-    let mut jobspec = jobspec(1, 1);
-    let gang = json!({"kind": "Annotated", "namespace": "default", "name": "g"});
-    let members = json!([{"name": "pod", "uid": "u-1"}]);
-    jobspec["attributes"]["user"]["k8s"] = json!({"gang": gang, "members": members, "threads": 1});
     let (mut journal, _) = Journal::open(&client).await;
-    let id = submit(&client, &jobspec, DEFAULT_URGENCY, true).await.unwrap();
+    let id = bridged(&client, GangKind::Annotated, 1).await;
     journal.until(id, "alloc").await;
     let mut occupancy = Occupancy::of(&client);
     let held = instance(&client).await.unwrap();

@@ -109,7 +109,7 @@ fn a_job_that_waits_for_a_gpu_outlives_a_driver_that_comes_late() {
     cluster.all_online(2);
     until_shown(&cluster, "node2", 2, 2, "");
     cluster.must(&["node", "node2", "power-off"]);
-    // Before that, Flux may start the job on the node, and lose it.
+    // Until Flux knows that the node is down, it may start the job there, and lose it.
     cluster.until("a node that is down", || {
         (cluster.ask("node1", &["flux", "resource", "list", "-s", "up", "-no", "{nnodes}"])? == "1").then_some(())
     });

@@ -167,13 +167,13 @@ fn by_api_server(answer: Result<(), ApiError>) -> Answer {
         Ok(()) => Answer::Done(None),
         Err(error) => {
             info!(error = error_chain(&error), "the API server has not done what the bridge asked for");
-            meaning(&error)
+            answer_of(&error)
         }
     }
 }
 
 /// What an error of the API server says about the action that it answers.
-fn meaning(error: &ApiError) -> Answer {
+fn answer_of(error: &ApiError) -> Answer {
     match (error.busy_for(), error.code()) {
         (Some(pause), _) => Answer::Busy(pause),
         // A conflict says nothing: the binding before it may have been ours.
@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_answer_about_the_action_itself_refuses_it() {
+    fn an_error_of_the_api_server_is_refused_failed_busy_or_lost() {
         let seconds = |seconds| Answer::Busy(Duration::from_secs(seconds));
         for (code, details, expected) in [
             (403, json!({}), None),
@@ -208,12 +208,12 @@ mod tests {
         ] {
             let status: Status = serde_json::from_value(json!({"code": code, "details": details})).unwrap();
             let error = ApiError::Api { what: "bind".to_owned(), source: Box::new(kube::Error::Api(Box::new(status))) };
-            let answer = meaning(&error);
+            let answer = answer_of(&error);
             match expected {
                 Some(expected) => assert_eq!(answer, expected, "{code} {details}"),
                 None => assert!(matches!(answer, Answer::Refused(_)), "{code} {details}: {answer:?}"),
             }
         }
-        assert_eq!(meaning(&ApiError::Timeout("bind".to_owned())), Answer::Lost);
+        assert_eq!(answer_of(&ApiError::Timeout("bind".to_owned())), Answer::Lost);
     }
 }

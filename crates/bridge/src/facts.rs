@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use futures::{FutureExt, StreamExt, stream};
+use futures::{FutureExt, StreamExt, join, stream};
 use k8s_openapi::api::{
     core::v1::{PersistentVolume, PersistentVolumeClaim},
     storage::v1::StorageClass,
@@ -60,7 +60,8 @@ pub(crate) struct Lookups {
 }
 
 impl Lookups {
-    /// What the waiting ones of `pods`, which are bridged, refer to. What can't be looked up, or not soon enough, is left out.
+    /// What those of `pods` refer to that wait. All of `pods` are bridged. An object that was never found is left out; one that was found
+    /// keeps its last answer until it can be looked up again.
     pub(crate) async fn facts<'a>(
         &mut self,
         client: &Client,
@@ -75,8 +76,11 @@ impl Lookups {
             claims.extend(pod.plan.iter().flat_map(|plan| &plan.claims).map(named));
         }
         let until = Instant::now() + SOON;
-        look_up(groups, |name| pod_group(client, name), &mut self.groups, until).await;
-        look_up(claims, |name| claim(client, name), &mut self.claims, until).await;
+        // Side by side: many of one kind must not use up the time for the other.
+        join!(
+            look_up(groups, |name| pod_group(client, name), &mut self.groups, until),
+            look_up(claims, |name| claim(client, name), &mut self.claims, until),
+        );
         let owners = pods.filter_map(|pod| pod.owner.as_ref());
         let owned: BTreeSet<&str> = owners.map(|owner| owner.uid.as_str()).collect();
         let group = |((namespace, name), entry): (&Name, &Entry<PodGroup>)| {
@@ -95,8 +99,8 @@ impl Lookups {
     }
 }
 
-/// Asks for those of `wanted` that are due, several at a time, until `until`, and notes the answers in `known`. A failed look-up changes
-/// nothing about an object that has been found, and else counts as missing, as long as an answer counts.
+/// Asks for those of `wanted` that are due, several at a time, until `until`, and notes the answers in `known`. If a look-up fails, an
+/// object that was found before stays known, and any other counts as missing until it is due again.
 async fn look_up<T, F>(wanted: BTreeSet<Name>, ask: impl Fn(Name) -> F, known: &mut Known<T>, until: Instant)
 where
     F: Future<Output = Result<Option<T>, ApiError>>,

@@ -67,12 +67,11 @@ impl Flux {
     pub(crate) async fn broker(&mut self, recovered: Option<&str>, now: Millis) -> Result<world::Broker, RpcError> {
         let is_in_run = state(&self.client).await?.state == "run";
         self.in_run_since = is_in_run.then(|| self.in_run_since.unwrap_or(now));
-        let queues = match is_in_run {
-            true => Queues::of(&queues::queues(&self.client).await?),
-            false => Queues::Offline,
-        };
+        let all = if is_in_run { queues::queues(&self.client).await? } else { Vec::new() };
+        let queues = if is_in_run { Queues::of(&all) } else { Queues::Offline };
+        let accepts_jobs = all.iter().any(|queue| queue.enable);
         let is_recovered = recovered == Some(self.name.as_str());
-        Ok(world::Broker { in_run_since: self.in_run_since, queues, is_recovered })
+        Ok(world::Broker { in_run_since: self.in_run_since, queues, accepts_jobs, is_recovered })
     }
 }
 

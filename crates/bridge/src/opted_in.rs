@@ -20,14 +20,29 @@ const KNOWN_FOR: Duration = Duration::from_secs(20);
 /// Number of namespaces that are asked about at once.
 const AT_ONCE: usize = 16;
 
+/// What is known about a namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Knowledge {
+    /// The bridge may bind pods there.
+    OptedIn,
+    /// It may not.
+    OptedOut,
+    /// The API server could not evaluate all rules, and has never said anything else.
+    Doubtful,
+}
+
 /// The answers so far.
 #[derive(Default)]
-pub(crate) struct OptedIn(BTreeMap<String, (bool, Instant)>);
+pub(crate) struct OptedIn(BTreeMap<String, (Knowledge, Instant)>);
 
 impl OptedIn {
-    /// Asks about those of `wanted` whose answer is missing or old. Returns those that have opted in; None while there was no answer
-    /// about one of them: what runs there would be left without its cores.
-    pub(crate) async fn among(&mut self, client: &Client, wanted: BTreeSet<String>) -> Option<BTreeSet<String>> {
+    /// Asks about those of `wanted` whose answer is missing or old. Returns those that have opted in, and those that are in doubt; None while
+    /// there was no answer about one of them: what runs there would be left without its cores.
+    pub(crate) async fn among(
+        &mut self,
+        client: &Client,
+        wanted: BTreeSet<String>,
+    ) -> Option<(BTreeSet<String>, BTreeSet<String>)> {
         self.0.retain(|namespace, _| wanted.contains(namespace));
         let is_known = |namespace: &String| self.0.get(namespace).is_some_and(|(_, asked)| asked.elapsed() < KNOWN_FOR);
         let asked: Vec<_> = wanted.iter().filter(|namespace| !is_known(namespace)).cloned().collect();
@@ -36,28 +51,42 @@ impl OptedIn {
         for (answer, namespace) in answers {
             match answer {
                 Ok(answer) => {
-                    if let Some(reason) = &answer.evaluation_error {
+                    if let Some(reason) = doubt(&answer) {
                         warn!(
                             namespace,
-                            reason, "the API server can't say for sure whether pods of a namespace may be bound"
+                            reason, "can't evaluate all rules: look for a RoleBinding to a Role that is gone"
                         );
                     }
-                    let before = self.0.get(&namespace).map(|(may, _)| *may);
-                    self.0.insert(namespace, (may_bind(&answer, before), Instant::now()));
+                    let before = self.0.get(&namespace).map(|(knowledge, _)| *knowledge);
+                    self.0.insert(namespace, (after(&answer, before), Instant::now()));
                 }
                 Err(error) => debug!(%error, namespace, "can't find out whether pods of a namespace may be bound"),
             }
         }
         let is_complete = wanted.iter().all(|namespace| self.0.contains_key(namespace));
-        let opted_in = self.0.iter().filter(|(_, (may, _))| *may).map(|(namespace, _)| namespace.clone());
-        is_complete.then(|| opted_in.collect())
+        let all = |wanted| {
+            let are = self.0.iter().filter(move |(_, (knowledge, _))| *knowledge == wanted);
+            are.map(|(namespace, _)| namespace.clone()).collect()
+        };
+        is_complete.then(|| (all(Knowledge::OptedIn), all(Knowledge::Doubtful)))
     }
 }
 
-/// What an answer says, by the one `before` it: one that comes from an error changes nothing. The first one then is a no: whoever owns
-/// the namespace can cause such errors (a RoleBinding to a Role that is gone), and must not keep pods of others waiting.
-fn may_bind(answer: &SubjectAccessReviewStatus, before: Option<bool>) -> bool {
-    answer.allowed || (answer.evaluation_error.is_some() && before == Some(true))
+/// Why a no is in doubt: the API server could not evaluate all rules. For a RoleBinding to a Role that is gone it says so in the reason
+/// (`rbac.go` of Kubernetes), for other failures in a field of its own.
+fn doubt(answer: &SubjectAccessReviewStatus) -> Option<&str> {
+    let reason = answer.reason.as_deref().filter(|reason| reason.contains("RBAC: "));
+    answer.evaluation_error.as_deref().or(reason).filter(|_| !answer.allowed)
+}
+
+/// What is known after `answer`. A no in doubt leaves things as they were `before`: in the moment in which somebody deletes the ClusterRole
+/// and applies it again, no pod is to lose its cores. Nor may it keep all namespaces waiting, because the owner of one can cause it.
+fn after(answer: &SubjectAccessReviewStatus, before: Option<Knowledge>) -> Knowledge {
+    match () {
+        () if answer.allowed => Knowledge::OptedIn,
+        () if doubt(answer).is_some() => before.unwrap_or(Knowledge::Doubtful),
+        () => Knowledge::OptedOut,
+    }
 }
 
 async fn ask(client: &Client, namespace: &str) -> Result<SubjectAccessReviewStatus, ApiError> {
@@ -83,18 +112,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_that_comes_from_an_error_changes_nothing() {
-        for (allowed, error, before, expected) in [
-            (true, None, None, true),
-            (false, None, Some(true), false),
-            (true, Some("role not found"), Some(false), true),
-            (false, Some("role not found"), Some(true), true),
-            (false, Some("role not found"), Some(false), false),
-            (false, Some("role not found"), None, false),
+    fn an_evaluation_error_gives_no_rights_and_takes_none_away() {
+        use Knowledge::{Doubtful, OptedIn, OptedOut};
+        let gone = r#"RBAC: clusterrole.rbac.authorization.k8s.io "flux-bridge" not found"#;
+        let failed = |reason: &str| (false, reason.to_owned(), None);
+        let with_error = |allowed| (allowed, String::new(), Some("webhook failed".to_owned()));
+        for ((allowed, reason, evaluation_error), before, expected) in [
+            ((true, r#"RBAC: allowed by RoleBinding "flux-bridge/default""#.to_owned(), None), None, OptedIn),
+            (failed(""), Some(OptedIn), OptedOut),
+            (failed(gone), Some(OptedIn), OptedIn),
+            (failed(gone), Some(OptedOut), OptedOut),
+            (failed(gone), None, Doubtful),
+            (failed(""), Some(Doubtful), OptedOut),
+            (with_error(true), Some(OptedOut), OptedIn),
+            (with_error(false), Some(OptedIn), OptedIn),
+            (with_error(false), None, Doubtful),
         ] {
-            let evaluation_error = error.map(str::to_owned);
-            let answer = SubjectAccessReviewStatus { allowed, evaluation_error, ..Default::default() };
-            assert_eq!(may_bind(&answer, before), expected, "{allowed} {error:?} after {before:?}");
+            let what = format!("{allowed} {reason:?} {evaluation_error:?} after {before:?}");
+            let reason = Some(reason);
+            let answer = SubjectAccessReviewStatus { allowed, reason, evaluation_error, ..Default::default() };
+            assert_eq!(after(&answer, before), expected, "{what}");
         }
     }
 }

@@ -216,7 +216,7 @@ impl Kubernetes {
         };
         let bridged = self.watched.pods.by_uid.values().filter(|pod| pod.is_bridged);
         let namespaces = namespaces(bridged.clone(), kube_jobs.values());
-        let Some(namespaces) = self.opted_in.among(&self.bridge.client, namespaces).await else {
+        let Some((namespaces, doubtful)) = self.opted_in.among(&self.bridge.client, namespaces).await else {
             return Ok(Decision::loading());
         };
         let theirs = bridged.filter(|pod| namespaces.contains(&pod.namespace));
@@ -236,6 +236,7 @@ impl Kubernetes {
             targets,
             facts,
             namespaces,
+            doubtful,
             refused: life.under_way.refused(),
             under_way: life.under_way.actions(),
         };
@@ -265,8 +266,10 @@ impl Kubernetes {
                     info!(error = error_chain(&error), "can't name the broker in Lease flux-bridge");
                     continue;
                 }
-                // The API server may have taken long to answer, and the agent may be about to stop the broker now.
-                if self.bridge.told.borrow().is_closing {
+                // Somebody else may have written the Lease meanwhile. The API server may have taken long to answer, and the agent may be about
+                // to stop the broker now.
+                let is_named = self.lease.is_ours() && self.lease.broker() == Some(life.flux.name.as_str());
+                if !is_named || self.bridge.told.borrow().is_closing {
                     continue;
                 }
             }

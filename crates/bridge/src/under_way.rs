@@ -15,8 +15,9 @@ use pods::{
 
 /// After an answer, how long its result may take to show. Then the action is forgotten, and decided again if it is still right.
 const SHOWS_WITHIN: Duration = Duration::from_secs(10);
-/// How long what may have been done, or not, is left alone: whoever does not answer is not to be asked all the time.
-const LOST_PAUSE: Duration = Duration::from_secs(1);
+/// How long an action is left alone whose answer was lost, or that was refused and is for no gang: neither a server that does not answer
+/// nor one that says no must be asked all the time.
+const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// At most so many bindings at a time.
 const BINDINGS: usize = 8;
 /// At most so many other actions at a time.
@@ -47,9 +48,9 @@ struct Begun {
 enum Progress {
     /// It has not been answered.
     Asked,
-    /// It was done, and shows until then. A submission has a job.
+    /// It was done. Its result shows before this moment, or the action is forgotten. A submission has a job.
     Done(Option<JobId>, Instant),
-    /// It is left alone until then.
+    /// It must not begin again before this moment.
     Paused(Instant),
 }
 
@@ -85,12 +86,15 @@ impl UnderWay {
             Answer::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
             Answer::Busy(pause) => begun.progress = Progress::Paused(now + pause),
             Answer::Failed => drop(self.begun.remove(at)),
-            Answer::Refused(words) => {
-                let gang = self.begun.remove(at).action.paused_by_refusal().cloned();
-                self.refused.extend(gang.map(|gang| (gang, (words, now))));
-            }
+            Answer::Refused(words) => match begun.action.paused_by_refusal().cloned() {
+                Some(gang) => {
+                    self.begun.remove(at);
+                    self.refused.insert(gang, (words, now));
+                }
+                None => begun.progress = Progress::Paused(now + AGAIN_AFTER),
+            },
             Answer::Lost => {
-                begun.progress = Progress::Paused(now + LOST_PAUSE);
+                begun.progress = Progress::Paused(now + AGAIN_AFTER);
                 return Some(begun.action.clone());
             }
         }
@@ -146,11 +150,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_failed_is_tried_again_at_once_and_what_nobody_could_answer_after_a_pause() {
+    fn a_failed_action_is_tried_again_at_once_any_other_after_a_pause() {
         for (answer, seconds) in [
             (Answer::Failed, 0),
             (Answer::Busy(Duration::from_secs(7)), 7),
             (Answer::Lost, 1),
+            (Answer::Refused("no".to_owned()), 1),
             (Answer::Done(None), 10),
         ] {
             let job = JobRef { namespace: "default".into(), name: "train".into(), uid: "u".into() };

@@ -1,4 +1,4 @@
-//! Asks the lead about bridged jobs without a bridge.
+//! Bridged jobs as the agent sees them, with a bridge or without: which ranks they hold, and the end of those that a bridge has left.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use pods::{
     occupied::{Look, Occupied, occupied},
 };
 
-/// How often it is asked who holds a core, before an unknown job counts as a host job.
+/// How many times the lead is asked who holds a core before an unknown job counts as a host job.
 const LOOKS: usize = 3;
 /// Pause before it is asked again: a job takes some milliseconds to begin or to end.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
@@ -56,7 +56,7 @@ impl<'a> Occupancy<'a> {
             }
             sleep(LOOK_AGAIN).await;
             let status = instance(self.client).await?;
-            look = look.and_then(self.look(&status.allocated_resources).await?);
+            look = look.refined_by(self.look(&status.allocated_resources).await?);
         }
         Ok(look.occupied())
     }
@@ -73,6 +73,7 @@ impl<'a> Occupancy<'a> {
             Err(error) if self.listed.is_some_and(|listed| listed.elapsed() < KNOWN_FOR) => {
                 debug!(error = error_chain(&error), "can't list the jobs: the gangs that were known count");
                 let occupied = occupied(allocated, &self.jobs);
+                // Another look would not help, so nothing counts as unexplained.
                 let all = occupied.by_host_jobs.clone();
                 Ok(Look::of(occupied, &all))
             }
@@ -80,12 +81,11 @@ impl<'a> Occupancy<'a> {
         }
     }
 
-    /// Finds out what those of `listed` are that are new. Returns the ranks of those that are known to be host jobs.
+    /// Asks what each new job of `listed` is. Returns the ranks of the host jobs.
     async fn learn(&mut self, listed: &[ListedJob]) -> IdSet {
         self.listed = Some(Instant::now());
         self.jobs.keep(|id| listed.iter().any(|job| job.id == id));
-        let owner = self.client.uid();
-        let may_be_gang = |job: &&ListedJob| job.userid == owner && could_be_bridged(&job.name);
+        let may_be_gang = |job: &&ListedJob| may_be_bridged(self.client, job);
         let new = listed.iter().filter(may_be_gang).map(|job| job.id).filter(|id| self.jobs.get(*id).is_none());
         let new: Vec<_> = new.collect();
         for job in job_events(self.client, new).await {
@@ -109,8 +109,7 @@ impl<'a> Occupancy<'a> {
 /// [`QueueError`]. To be tried again, above all after [`QueueError::SchedulerIsOffline`].
 pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueError> {
     let listed = listed_jobs(client, JobStates::Active).await?;
-    let named = listed.iter().filter(|job| job.userid == client.uid() && could_be_bridged(&job.name));
-    let named: Vec<_> = named.map(|job| job.id).collect();
+    let named: Vec<_> = listed.iter().filter(|job| may_be_bridged(client, job)).map(|job| job.id).collect();
     let mut jobs = Jobs::of(client.uid());
     for job in job_events(client, named).await {
         jobs.apply(&job?);
@@ -120,7 +119,7 @@ pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueE
         if is_scheduler_offline(client).await? {
             return Err(QueueError::SchedulerIsOffline);
         }
-        if cancel(client, job.id, &format!("{NOTE}they are off; its pods run on")).await? {
+        if cancel(client, job.id, &format!("{NOTE}spec.pods.enabled is off; the pods of this job run on")).await? {
             info!(job = %job.id, "cancelled a job of pods: spec.pods.enabled is off");
         }
     }
@@ -129,4 +128,9 @@ pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueE
         start_queues(client).await?;
     }
     Ok(())
+}
+
+/// True if the bridge may have submitted `job`, by what the list says. Only the jobspec tells for sure.
+fn may_be_bridged(client: &Client, job: &ListedJob) -> bool {
+    job.userid == client.uid() && could_be_bridged(&job.name)
 }

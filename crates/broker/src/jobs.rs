@@ -165,8 +165,8 @@ pub async fn listed_jobs(client: &Client, states: JobStates) -> Result<Vec<Liste
     Ok(parse::<Listed>(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?.jobs)
 }
 
-/// What the job manager knows about jobs when it is asked, which is after this was called: all events so far, the jobspec, and R of those
-/// that have resources. Jobs that it has forgotten are left out; of others there may be an error.
+/// Asks the job manager about each job: all its events until now, its jobspec, and R if it has resources. The answers are newer than the
+/// call. A job that the job manager has forgotten is left out; any other may be an error.
 pub async fn job_events(client: &Client, ids: impl IntoIterator<Item = JobId>) -> Vec<Result<JobEvents, RpcError>> {
     let asked = ids.into_iter().map(|id| events_of(client, id));
     stream::iter(asked).buffer_unordered(AT_ONCE).filter_map(async |job| job.transpose()).collect().await

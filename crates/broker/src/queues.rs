@@ -60,7 +60,7 @@ pub enum QueueError {
     Broker(#[from] RpcError),
     /// See [`Queue::is_scheduler_offline`].
     #[error(
-        "the scheduler is offline: that hides which queues are stopped, and a job that ended now would keep its cores"
+        "the scheduler is offline, so neither stopped queues nor free cores can be seen: try again once it is loaded"
     )]
     SchedulerIsOffline,
 }

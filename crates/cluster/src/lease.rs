@@ -22,7 +22,7 @@ use tracing::debug;
 
 use crate::{
     clock,
-    lease_rules::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, look_every, next_step},
+    lease_rules::{LEASE_DURATION, LeaseStep, LeaseView, RENEW_EVERY, look_every, next_step, next_transitions},
 };
 use api::{LEASE_PLANNER, NAMESPACE};
 use base::chance::chance;
@@ -121,8 +121,8 @@ impl Candidate {
                 self.leases.create(&PostParams::default(), &lease).await
             }
             (LeaseStep::Renew | LeaseStep::Take, Some(mut lease)) => {
-                let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions).unwrap_or(0);
-                lease.spec = Some(self.spec(transitions + i32::from(step == LeaseStep::Take)));
+                let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions);
+                lease.spec = Some(self.spec(next_transitions(transitions, step)));
                 // The replace names the resourceVersion that was read: if two candidates take the Lease at once, one
                 // gets 409.
                 self.leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await

@@ -46,6 +46,12 @@ pub fn next_step(seen: Option<&LeaseView>, me: &str) -> LeaseStep {
     }
 }
 
+/// How often the Lease has changed hands after `step`, if `seen` is what it says. An agent's token may write any number there: the
+/// largest must stop no candidate, and the API server refuses a negative one.
+pub fn next_transitions(seen: Option<i32>, step: LeaseStep) -> i32 {
+    seen.unwrap_or(0).max(0).saturating_add(i32::from(step == LeaseStep::Take))
+}
+
 /// The longest that a candidate waits between two looks. The number of members is in the FluxInstance's status, which every
 /// agent's token may write: a forged one must not put all other candidates to sleep for years.
 const LONGEST_LOOK: Duration = Duration::from_mins(5);
@@ -80,6 +86,19 @@ mod tests {
             (lease(Some("other"), 5), LeaseStep::Take),
         ] {
             assert_eq!(next_step(seen.as_ref(), "me"), expected, "{seen:?}");
+        }
+    }
+
+    #[test]
+    fn no_forged_number_of_transitions_keeps_a_candidate_from_the_lease() {
+        for (seen, step, expected) in [
+            (None, LeaseStep::Take, 1),
+            (Some(3), LeaseStep::Renew, 3),
+            (Some(3), LeaseStep::Take, 4),
+            (Some(i32::MAX), LeaseStep::Take, i32::MAX),
+            (Some(-1), LeaseStep::Renew, 0),
+        ] {
+            assert_eq!(next_transitions(seen, step), expected, "{seen:?} {step:?}");
         }
     }
 

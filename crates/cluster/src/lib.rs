@@ -58,9 +58,10 @@ pub enum ApiError {
 /// planner keeps the Lease.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a busy API server is left alone, if it asks for less or more.
-const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_mins(1);
+/// A busy API server is left alone for at least this long, even if it asks for less.
+const LEAST_BUSY: Duration = Duration::from_secs(1);
+/// And for at most this long, even if it asks for more.
+const MOST_BUSY: Duration = Duration::from_mins(1);
 
 /// Awaits one API call for at most [`CALL_TIMEOUT`], and names it in the error.
 ///
@@ -113,8 +114,8 @@ impl ApiError {
         }
     }
 
-    /// If the API server is too busy for the call: how long it wants to be left alone. An eviction that a PodDisruptionBudget forbids
-    /// has the same code, and is none of these.
+    /// How long the API server wants to be left alone, if it is too busy for the call. None if a PodDisruptionBudget forbids an eviction,
+    /// although the code (429) is the same.
     pub fn busy_for(&self) -> Option<Duration> {
         let Self::Api { source, .. } = self else { return None };
         let kube::Error::Api(status) = source.as_ref() else { return None };
@@ -122,8 +123,7 @@ impl ApiError {
         let is_budget =
             details.is_some_and(|details| details.causes.iter().any(|cause| cause.reason == "DisruptionBudget"));
         let seconds = details.map_or(0, |details| details.retry_after_seconds);
-        (status.code == 429 && !is_budget)
-            .then(|| Duration::from_secs(seconds.into()).clamp(SHORTEST_PAUSE, LONGEST_PAUSE))
+        (status.code == 429 && !is_budget).then(|| Duration::from_secs(seconds.into()).clamp(LEAST_BUSY, MOST_BUSY))
     }
 
     /// True if a user has to fix it: an object that can't be read, or a write that the API server refuses as invalid.

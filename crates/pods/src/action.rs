@@ -166,8 +166,8 @@ impl Reason {
 }
 
 impl Action {
-    /// The gang that is left alone for a while if this is refused. None for what ends a job or tells people: that is tried again at
-    /// once.
+    /// The gang that is left alone for a while if this is refused. None for what ends a job or tells people: that is tried again
+    /// soon.
     pub fn paused_by_refusal(&self) -> Option<&GangId> {
         match self {
             Self::Submit(request) | Self::Resubmit { request, .. } => Some(&request.record.gang),

@@ -91,6 +91,8 @@ pub struct Known<'a> {
     pub facts: &'a Facts,
     /// Namespaces in which the bridge may write.
     pub namespaces: &'a BTreeSet<String>,
+    /// Those of which that is not known.
+    pub doubtful: &'a BTreeSet<String>,
     /// `spec.pods.maxGang`
     pub max_gang: u32,
     /// The pods by uid that an active job lists, with its gang. If there are several such jobs, a gang of one.
@@ -106,7 +108,8 @@ impl Known<'_> {
     }
 
     fn may_have_bound(&self, pod: &PodView) -> bool {
-        pod.record.is_some() && self.namespaces.contains(&pod.namespace)
+        let may_have_opted_in = self.namespaces.contains(&pod.namespace) || self.doubtful.contains(&pod.namespace);
+        pod.record.is_some() && may_have_opted_in
     }
 }
 

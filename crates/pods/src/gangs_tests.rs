@@ -9,9 +9,11 @@ use super::{
     unsupported::Unsupported,
 };
 
+static NONE: BTreeSet<String> = BTreeSet::new();
+
 fn found<'a>(pods: &'a [PodView], facts: &'a Facts, listed: &'a BTreeMap<&'a str, &'a GangId>) -> Vec<Gang<'a>> {
     let namespaces = Box::leak(Box::new(BTreeSet::from(["default".to_owned()])));
-    gangs(pods, Known { facts, namespaces, max_gang: 10, listed }, 0)
+    gangs(pods, Known { facts, namespaces, doubtful: &NONE, max_gang: 10, listed }, 0)
 }
 
 /// Kind, name, number of pods and size of each gang.

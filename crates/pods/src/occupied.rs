@@ -38,7 +38,7 @@ pub fn occupied(allocated: &ResourceSet, jobs: &Jobs) -> Occupied {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Look {
     occupied: Occupied,
-    /// Those of `occupied.by_host_jobs` on which no job is known that could hold what is held there.
+    /// Those of `occupied.by_host_jobs` without a listed job that could hold what is held there.
     unexplained: IdSet,
 }
 
@@ -55,9 +55,9 @@ impl Look {
         !self.unexplained.is_empty()
     }
 
-    /// What this look and a later one show together. A rank counts as unexplained only if it is so in both: else only another gang has
-    /// ended there meanwhile.
-    pub fn and_then(self, next: Self) -> Self {
+    /// This look, corrected by a later one. A rank stays unexplained only if both looks say so. One that only the later look shows was not
+    /// held by an unknown job before, so a gang has ended there meanwhile.
+    pub fn refined_by(self, next: Self) -> Self {
         let unexplained: IdSet = self.unexplained.0.intersection(&next.unexplained.0).copied().collect();
         let mut occupied = next.occupied;
         let is_explained = |rank: &Rank| !next.unexplained.contains(*rank) || unexplained.contains(*rank);
@@ -65,7 +65,7 @@ impl Look {
         Self { occupied, unexplained }
     }
 
-    /// What counts if nobody looks again.
+    /// What is known so far.
     pub fn occupied(self) -> Occupied {
         self.occupied
     }
@@ -137,7 +137,7 @@ mod tests {
                 let by_host_jobs = held.parse().unwrap();
                 Look::of(Occupied { by_host_jobs, ..Occupied::default() }, &known.parse().unwrap())
             });
-            let look = looks.reduce(Look::and_then).unwrap();
+            let look = looks.reduce(Look::refined_by).unwrap();
             assert_eq!(look.is_doubtful(), is_doubtful, "{what}");
             assert_eq!(look.occupied().by_host_jobs.to_string(), expected, "{what}");
         }

@@ -17,6 +17,8 @@ use super::{
 };
 
 /// Where the gang of all `pods` may run. `others` are on the nodes.
+static NONE: BTreeSet<String> = BTreeSet::new();
+
 fn placed(
     pods: &[PodView],
     targets: &BTreeMap<Rank, Target>,
@@ -25,7 +27,8 @@ fn placed(
     threads: Option<u32>,
 ) -> Result<Place, NoPlace> {
     let (namespaces, listed) = (BTreeSet::from(["default".to_owned()]), BTreeMap::new());
-    let gangs: Vec<Gang> = gangs(pods, Known { facts, namespaces: &namespaces, max_gang: 100, listed: &listed }, 0);
+    let gangs: Vec<Gang> =
+        gangs(pods, Known { facts, namespaces: &namespaces, doubtful: &NONE, max_gang: 100, listed: &listed }, 0);
     assert_eq!(gangs.len(), 1);
     let usage = UsageByNode::of(others, |pod| !pod.is_bridged, 0);
     let members: Vec<_> = gangs[0].waiting().collect();

@@ -37,6 +37,9 @@ pub struct World {
     pub facts: Facts,
     /// Namespaces in which the bridge may bind, tell, evict and suspend.
     pub namespaces: BTreeSet<String>,
+    /// Namespaces of which the API server can't say whether the bridge may write there. What it has bound there keeps its cores, and nothing
+    /// else is done.
+    pub doubtful: BTreeSet<String>,
     /// By gang: why Flux or the API server refused an action for it less than [`PAUSE`] ago. While a gang is listed, such actions are
     /// not repeated ([`Action::paused_by_refusal`]).
     pub refused: BTreeMap<GangId, String>,
@@ -68,6 +71,8 @@ pub struct Broker {
     pub in_run_since: Option<Millis>,
     /// Its queues.
     pub queues: Queues,
+    /// True if one of them accepts jobs.
+    pub accepts_jobs: bool,
     /// Lease `flux-bridge` names this broker: what ran when it started has been given its cores again.
     pub is_recovered: bool,
 }
@@ -105,8 +110,8 @@ impl Queues {
         matches!(self, Self::Stopped | Self::StoppedByOthers)
     }
 
-    /// True if the bridge is to start one when the cores of pods are held again.
-    pub fn wait_for_bridge(self) -> bool {
+    /// True if a queue is stopped that the bridge starts once the cores of pods are held again.
+    pub fn has_stopped_by_us(self) -> bool {
         matches!(self, Self::Stopped | Self::PartlyStarted)
     }
 

@@ -83,7 +83,7 @@ impl Bridging {
                 let settings = settings(&inputs.spec);
                 self.run_bridge(ops, Told { roster: Arc::clone(roster), is_closing, settings });
             }
-            Wanted::Cleanup { broker, starts_queues } => self.clean_up(broker, starts_queues),
+            Wanted::Cleanup { broker, starts_queues } => self.begin_cleanup(broker, starts_queues),
         }
     }
 
@@ -108,14 +108,14 @@ impl Bridging {
         }
     }
 
-    /// Once for each process of the lead's broker.
-    fn clean_up(&mut self, broker: i32, starts_queues: bool) {
+    /// Begins a clean-up, once for each process of the lead's broker.
+    fn begin_cleanup(&mut self, broker: i32, starts_queues: bool) {
         if self.cleanup.as_ref().is_some_and(|cleanup| cleanup.broker == broker) {
             return;
         }
         let task = tokio::spawn(async move {
-            while let Err(error) = clean_up(starts_queues).await {
-                debug!(error = error_chain(&error), "can't end what a bridge may have left");
+            while let Err(error) = clean_up_once(starts_queues).await {
+                debug!(error = error_chain(&error), "can't end what a bridge may have left: trying again");
                 sleep(LOOK_AGAIN).await;
             }
         });
@@ -128,7 +128,7 @@ impl Bridging {
     }
 }
 
-async fn clean_up(starts_queues: bool) -> Result<(), QueueError> {
+async fn clean_up_once(starts_queues: bool) -> Result<(), QueueError> {
     bridge::clean_up(&broker_state::connect().await?, starts_queues).await
 }
 

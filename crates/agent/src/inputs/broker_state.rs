@@ -236,7 +236,7 @@ async fn follow_one(client: &Client, sender: &watch::Sender<BrokerState>, ask: &
         live.enter(now);
     });
     let mut changes = changes(client)?;
-    let hear = async {
+    let follow_events = async {
         while let Some(change) = changes.next().await {
             match change {
                 Change::State(state) => sender.send_modify(|live| live.enter(state)),
@@ -250,20 +250,15 @@ async fn follow_one(client: &Client, sender: &watch::Sender<BrokerState>, ask: &
             }
         }
     };
-    // No answer that takes long holds up what the broker says by itself.
+    // Side by side: a slow answer must not hold up the events that the broker sends.
     tokio::select! {
-        () = hear => Ok(()),
-        never = ask_again_and_again(client, rank == "0", sender, ask) => match never {},
+        () = follow_events => Ok(()),
+        never = poll(client, rank == "0", sender, ask) => match never {},
     }
 }
 
 /// Asks the broker at intervals, and whenever `ask` is notified.
-async fn ask_again_and_again(
-    client: &Client,
-    is_lead: bool,
-    sender: &watch::Sender<BrokerState>,
-    ask: &Notify,
-) -> Infallible {
+async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState>, ask: &Notify) -> Infallible {
     let mut every = interval(ASK_EVERY);
     let mut occupancy = Occupancy::of(client);
     loop {
@@ -281,7 +276,7 @@ async fn ask_again_and_again(
                     let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
                     let mut next =
                         BrokerState { instance, occupied, pending, fits_since, silent_since: None, ..live.clone() };
-                    // An event that came meanwhile may be newer than the answer.
+                    // An event that came while the answer was under way may be newer.
                     if live.state == before {
                         next.enter(state.state);
                     }

@@ -85,30 +85,27 @@ impl AllPods {
         Some(Duration::from_secs(seconds.try_into().unwrap_or_default()))
     }
 
-    /// Waits until `pod` is being deleted, or is gone.
-    async fn until_deleted(&self, pod: &Pod) {
+    /// Waits until `holds`, looking again whenever a pod has changed.
+    async fn until(&self, holds: impl Fn() -> bool) {
         let mut changed = self.changed.clone();
-        while self.grace(pod).is_none() {
+        while !holds() {
             if changed.changed().await.is_err() {
                 pending::<()>().await;
             }
         }
     }
 
-    /// Waits until the process of `pod`, which is being deleted, has had its time to end. A second delete can shorten it.
+    /// Waits until `pod` is being deleted, or is gone.
+    async fn until_deleted(&self, pod: &Pod) {
+        self.until(|| self.grace(pod).is_some()).await;
+    }
+
+    /// Waits until the grace period of `pod`, which is being deleted, is over. A second delete can shorten it.
     async fn until_overdue(&self, pod: &Pod) {
-        let mut changed = self.changed.clone();
         loop {
             let grace = self.grace(pod);
-            let is_other = async {
-                while self.grace(pod) == grace {
-                    if changed.changed().await.is_err() {
-                        pending::<()>().await;
-                    }
-                }
-            };
-            // It ran out, unless another one began before.
-            if timeout(grace.unwrap_or_default(), is_other).await.is_err() {
+            // If the period changes before it is over, the new one begins.
+            if timeout(grace.unwrap_or_default(), self.until(|| self.grace(pod) != grace)).await.is_err() {
                 return;
             }
         }

@@ -292,7 +292,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     }
     let mut next = Roster {
         format: format(seen).max(roster.format),
-        epoch: roster.epoch + 1,
+        epoch: roster.epoch.saturating_add(1),
         revision,
         // If this epoch did not come up, its settings are nothing to go back to: keep those of the last that did.
         previous: roster.previous.clone().or_else(|| Some(roster.settings.clone())),

@@ -73,9 +73,11 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
              lead's node back, or stop all brokers (if a node is gone for good, delete its FluxNode)"
         )),
         (None, Some(id), Some(lead)) => {
-            first_roster(seen, id, seen.status.epoch + 1, Some(lead), FailedLeads::default())
+            first_roster(seen, id, seen.status.epoch.saturating_add(1), Some(lead), FailedLeads::default())
         }
-        (None, _, _) => first_roster(seen, seen.fresh_id, seen.status.epoch + 1, None, FailedLeads::default()),
+        (None, _, _) => {
+            first_roster(seen, seen.fresh_id, seen.status.epoch.saturating_add(1), None, FailedLeads::default())
+        }
     }
 }
 
@@ -206,7 +208,7 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
         return None;
     }
     // Another attempt with the same settings needs no new epoch number: its fresh instance ID tells the attempts apart.
-    let epoch = if is_the_same { roster.epoch } else { roster.epoch + 1 };
+    let epoch = if is_the_same { roster.epoch } else { roster.epoch.saturating_add(1) };
     let failed = if is_pending { FailedLeads::default() } else { failed };
     match first_roster(seen, seen.fresh_id, epoch, None, failed) {
         Decision::Write(mut next) => {

@@ -113,7 +113,7 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
     Decision { actions: round.actions, report, wake: round.wake }
 }
 
-/// False for an action that has to wait, whatever wants it.
+/// False for an action that must wait, whichever rule decided it.
 fn may_begin(world: &World, action: &Action) -> bool {
     let is_refused = action.paused_by_refusal().is_some_and(|gang| world.refused.contains_key(gang));
     let is_too_late = world.is_closing && *action == Action::StartQueues;
@@ -122,7 +122,7 @@ fn may_begin(world: &World, action: &Action) -> bool {
 
 /// Serves every gang.
 fn serve(round: &mut Round, memory: &mut Memory) -> Report {
-    if round.broker.queues.wait_for_bridge() && !round.world.under_way.contains(&Action::StartQueues) {
+    if round.broker.queues.has_stopped_by_us() && !round.world.under_way.contains(&Action::StartQueues) {
         round.actions.push(Action::StartQueues);
     }
     let mut report = Report { standing: Standing::Serving, ..Report::default() };

@@ -1,10 +1,10 @@
-//! After a refusal a gang is left alone for a while.
+//! How long the bridge leaves a gang alone after Flux or the API server has refused something for it.
 
 use super::{round::Round, words::Words};
 use crate::{jobs::Cause, record::GangId, world::PAUSE};
 
-/// Why nothing is submitted for `gang` for a while: its last request was refused, or Flux has ended its job.
-pub(super) fn pause(round: &mut Round, gang: &GangId) -> Option<Words> {
+/// The reason to submit nothing for `gang` now: its last request was refused, or Flux has ended its job.
+pub(super) fn reason_to_pause(round: &mut Round, gang: &GangId) -> Option<Words> {
     if let Some(words) = round.world.refused.get(gang) {
         return Some(Words::refused(words));
     }

@@ -5,18 +5,27 @@ use std::collections::{BTreeMap, BTreeSet};
 use api::Rank;
 use broker::job_id::JobId;
 
-use super::{hold::Holdings, pause::pause, request::pin, round::Round};
+use super::{hold::Holdings, pause::reason_to_pause, request::pin, round::Round};
 use crate::{action::Action, gangs::Gang, jobs::JobState, pod::PodView};
+
+/// How far Flux has been asked for the cores of a gang that no job holds.
+#[derive(Default)]
+pub(super) enum Again {
+    /// No job is missing that could be submitted.
+    #[default]
+    Asked,
+    /// Jobs are being submitted.
+    Submitting,
+    /// Jobs are missing, and the gang is left alone for a while.
+    Paused,
+}
 
 /// What becomes of the pods of a gang that are to be pinned.
 #[derive(Default)]
 pub(super) struct Pins {
     /// The jobs that are pending for them.
     pub pending: BTreeSet<JobId>,
-    /// Jobs are being submitted.
-    pub are_submitted: bool,
-    /// Jobs are missing, and can't be submitted for a while.
-    pub are_paused: bool,
+    pub again: Again,
 }
 
 /// Submits one job for each rank of `pods`, unless one that lists them is pending.
@@ -52,11 +61,11 @@ pub(super) fn submit_pins<'a>(
         if missing.is_empty() {
             continue;
         }
-        if pause(round, &gang.id).is_some() {
-            pins.are_paused = true;
+        if !round.broker.accepts_jobs || reason_to_pause(round, &gang.id).is_some() {
+            pins.again = Again::Paused;
         } else if let Some(request) = pin(round, gang, &missing, rank) {
             round.actions.push(Action::Submit(Box::new(request)));
-            pins.are_submitted = true;
+            pins.again = Again::Submitting;
         }
     }
     pins

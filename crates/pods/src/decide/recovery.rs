@@ -3,14 +3,21 @@
 //! The queues are stopped. Every gang that had resources gets jobs for the very cores that its pods have, before the old jobs
 //! are cancelled: wherever this is interrupted, it is known what to hold. Then the queues are started, and those jobs are
 //! first. Nothing waits for a rank that is down or drained: its jobs stay pending, and are the first there when it returns. Nor does
-//! anything wait for a gang whose new jobs Flux refuses: what is left of its old ones stays, and holds what it can.
+//! anything wait for a gang whose new jobs Flux refuses: what is left of its old ones stays, and holds what it can. But if Flux takes no
+//! jobs at all (`flux queue disable`), the queues stay stopped while any pod runs on cores that no job holds.
 
 use std::collections::BTreeSet;
 
 use broker::job_id::JobId;
 
 use super::{
-    hold::Holdings, memory::Memory, pause::pause, pins::submit_pins, request::request, round::Round, start::avoided,
+    hold::Holdings,
+    memory::Memory,
+    pause::reason_to_pause,
+    pins::{Again, submit_pins},
+    request::request,
+    round::Round,
+    start::avoided,
 };
 use crate::{
     action::Action,
@@ -37,6 +44,11 @@ pub enum Recovery {
     /// Old jobs.
     #[error("cancels the jobs of the broker's earlier life")]
     Cancel,
+    /// An administrator.
+    #[error(
+        "waits until a queue accepts jobs (`flux queue enable`): without jobs, the cores of pods that run would be given out again"
+    )]
+    Disabled,
     /// Nothing any more.
     #[error("starts the queues")]
     Start,
@@ -55,6 +67,7 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     }
     let gangs = std::mem::take(&mut round.gangs);
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
+    let mut is_any_uncovered = false;
     for gang in &gangs {
         if round.is_busy(&gang.id) {
             is_submitting = true;
@@ -63,7 +76,10 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         match give_again(round, memory, gang, &mut needed) {
             Again::Asked => {}
             Again::Submitting => is_submitting = true,
-            Again::Paused => drop(paused.insert(&gang.id)),
+            Again::Paused => {
+                is_any_uncovered |= is_uncovered(round, gang);
+                paused.insert(&gang.id);
+            }
         }
     }
     let is_canceling = !is_submitting && cancel_old(round, &gangs, &needed, &paused);
@@ -71,6 +87,7 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     match (is_submitting, is_canceling) {
         (true, _) => Recovery::Submit,
         (_, true) => Recovery::Cancel,
+        _ if is_any_uncovered && !round.broker.accepts_jobs => Recovery::Disabled,
         _ => {
             if !round.world.under_way.contains(&Action::StartQueues) {
                 round.actions.push(Action::StartQueues);
@@ -84,14 +101,9 @@ fn is_stopping(round: &Round) -> bool {
     round.world.under_way.iter().any(|action| matches!(action, Action::StopQueues(_)))
 }
 
-/// How far Flux has been asked for the cores that a gang had been given.
-enum Again {
-    /// All jobs that can be submitted for that are.
-    Asked,
-    /// Some are being submitted.
-    Submitting,
-    /// Some can't be submitted for a while.
-    Paused,
+/// True if a pod of `gang` runs on cores that no job holds.
+fn is_uncovered(round: &Round, gang: &Gang) -> bool {
+    !Holdings::of(gang, &round.jobs_of(&gang.id), &round.ranks, round.now).uncovered.is_empty()
 }
 
 /// Submits jobs for the cores that `gang` has been given. Adds those that are pending for that to `needed`.
@@ -111,11 +123,7 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
     }
     let pins = submit_pins(round, gang, &holdings, pods);
     needed.extend(pins.pending);
-    match () {
-        () if pins.are_submitted => Again::Submitting,
-        () if pins.are_paused => Again::Paused,
-        () => Again::Asked,
-    }
+    pins.again
 }
 
 /// A gang of which nothing is bound is asked for as a whole, before all others.
@@ -125,7 +133,7 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
     if !was_given || is_asked || gang.problem.is_some() {
         return Again::Asked;
     }
-    if pause(round, &gang.id).is_some() {
+    if reason_to_pause(round, &gang.id).is_some() {
         return Again::Paused;
     }
     let pods: Vec<&PodView> = gang.waiting().collect();

@@ -79,10 +79,12 @@ fn taken<'a>(
     let mut taken: BTreeMap<Rank, u32> = BTreeMap::new();
     for pod in pods {
         let Some(rank) = pod.node.as_deref().and_then(|node| ranks.get(node)) else { continue };
-        *taken.entry(*rank).or_default() += cores(pod.requests.cpu, targets[rank].threads);
+        let taken = taken.entry(*rank).or_default();
+        *taken = taken.saturating_add(cores(pod.requests.cpu, targets[rank].threads));
     }
     for slot in jobs.iter().filter(|job| job.bridged().is_none()).flat_map(Job::held) {
-        *taken.entry(slot.rank).or_default() += u32::try_from(slot.cores.len()).unwrap_or(u32::MAX);
+        let taken = taken.entry(slot.rank).or_default();
+        *taken = taken.saturating_add(u32::try_from(slot.cores.len()).unwrap_or(u32::MAX));
     }
     taken
 }
@@ -97,8 +99,13 @@ impl<'a> Round<'a> {
         let overlaid: BTreeMap<&str, &PodView> = bound.iter().map(|pod| (pod.uid.as_str(), pod)).collect();
         let shown: Vec<&PodView> =
             pods.by_uid.iter().map(|(uid, pod)| overlaid.get(uid.as_str()).copied().unwrap_or(pod)).collect();
-        let known =
-            Known { facts: &world.facts, namespaces: &world.namespaces, max_gang: world.settings.max_gang, listed };
+        let known = Known {
+            facts: &world.facts,
+            namespaces: &world.namespaces,
+            doubtful: &world.doubtful,
+            max_gang: world.settings.max_gang,
+            listed,
+        };
         let mut by_gang: BTreeMap<_, Vec<_>> = BTreeMap::new();
         for (job, bridged) in jobs.bridged() {
             by_gang.entry(&bridged.record.gang).or_default().push((job, bridged));

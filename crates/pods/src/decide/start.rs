@@ -8,7 +8,7 @@ use broker::job_id::JobId;
 use super::{
     hold::{Held, Holdings},
     memory::Memory,
-    pause::pause,
+    pause::reason_to_pause,
     request::{is_as_wanted, is_large_enough, request},
     round::Round,
     words::Words,
@@ -86,7 +86,7 @@ pub(super) fn ask<'a>(
         let words = wait(round, held, request, gang.since(), queue);
         return Progress { needed: [held.job.id].into(), words };
     }
-    if let Some(words) = pause(round, &gang.id) {
+    if let Some(words) = reason_to_pause(round, &gang.id) {
         return Progress { words: Some(words), ..Progress::default() };
     }
     round.actions.push(Action::Submit(Box::new(request)));

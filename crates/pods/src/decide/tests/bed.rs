@@ -70,7 +70,12 @@ impl Bed {
     /// An instance with nodes of this many cores.
     pub fn new(nodes: &[u32]) -> Self {
         let seen = World {
-            broker: Some(Broker { in_run_since: Some(BEGIN), queues: Queues::Started, is_recovered: true }),
+            broker: Some(Broker {
+                in_run_since: Some(BEGIN),
+                queues: Queues::Started,
+                accepts_jobs: true,
+                is_recovered: true,
+            }),
             jobs: Some(Jobs::of(0)),
             pods: Some(Pods { by_uid: BTreeMap::new(), listed: BEGIN - FORCED_HOLD }),
             targets: targets(nodes),
@@ -326,7 +331,9 @@ impl Bed {
         // Processes do not survive.
         self.jobs.retain(|_, job| job.slots.is_none() || job.bridged().is_some());
         self.forget_unknown();
-        *self.broker() = Broker { in_run_since: Some(self.now), queues: Queues::Stopped, is_recovered: false };
+        let accepts_jobs = self.broker().accepts_jobs;
+        *self.broker() =
+            Broker { in_run_since: Some(self.now), queues: Queues::Stopped, accepts_jobs, is_recovered: false };
         self.reread();
     }
 

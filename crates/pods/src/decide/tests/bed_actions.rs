@@ -64,7 +64,7 @@ impl Bed {
             Action::StartQueues => {
                 let broker = self.broker();
                 broker.is_recovered = true;
-                if broker.queues.wait_for_bridge() {
+                if broker.queues.has_stopped_by_us() {
                     broker.queues = Queues::Started;
                 }
             }

@@ -301,7 +301,7 @@ fn what_was_refused_is_left_alone_and_told_and_the_rest_goes_on() {
 }
 
 #[test]
-fn a_forged_record_gives_a_pod_nothing() {
+fn a_forged_record_gives_a_pod_none_of_another_pods_cores() {
     let mut bed = Bed::new(&[2]);
     bed.create([pod("a", 1)]);
     bed.settle();

@@ -163,6 +163,36 @@ fn nothing_waits_for_a_gang_whose_jobs_flux_refuses() {
 }
 
 #[test]
+fn the_queues_stay_stopped_while_flux_takes_no_jobs_and_pods_run_on_cores_that_no_job_holds() {
+    for (what, keeps) in [("its old job holds its cores", true), ("nobody holds its cores", false)] {
+        let mut bed = running();
+        let before = bed.bound();
+        bed.restart_broker(|_| keeps, false);
+        bed.broker().accepts_jobs = false;
+        bed.settle();
+        let expected = if keeps { Queues::Started } else { Queues::Stopped };
+        assert_eq!((bed.broker().queues, bed.bound()), (expected, before), "{what}");
+        bed.broker().accepts_jobs = true;
+        bed.settle();
+        assert_eq!(bed.broker().queues, Queues::Started, "{what}");
+        assert!(is_allocated(&bed, "default/g"), "{what}");
+    }
+}
+
+#[test]
+fn pods_of_a_namespace_in_doubt_keep_their_cores_and_no_other_pod_is_bound_there() {
+    let mut bed = running();
+    let before = bed.bound();
+    bed.seen.namespaces.clear();
+    bed.seen.doubtful.insert("default".to_owned());
+    bed.restart_broker(|_| false, false);
+    bed.create([pod("late", 1)]);
+    bed.settle();
+    assert_eq!((bed.broker().queues, bed.bound()), (Queues::Started, before));
+    assert!(is_allocated(&bed, "default/g"));
+}
+
+#[test]
 fn a_gang_that_was_given_cores_and_can_not_be_asked_for_again_is_bound_to_them() {
     let mut bed = Bed::new(&[2]);
     bed.create(gang("g", 2));
@@ -262,7 +292,7 @@ fn no_queue_is_started_while_the_epoch_ends() {
 }
 
 #[test]
-fn an_administrators_stopped_queues_stay_so_and_the_cores_of_pods_are_asked_for_nevertheless() {
+fn queues_that_an_administrator_stopped_stay_stopped_during_a_recovery() {
     let mut bed = running();
     bed.restart_broker(|_| true, false);
     bed.broker().queues = Queues::StoppedByOthers;
