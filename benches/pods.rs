@@ -116,7 +116,7 @@ fn start_lead(flux: &Path, base: &Path) -> RealBroker {
     fs::create_dir_all(&tasks).unwrap();
     let text = "def setup(context):\n    context.setopt(\"resource\", \"monitor-force-up\")\n";
     fs::write(tasks.join("up.py"), text).unwrap();
-    start_with(flux, base, 0, &[("FLUX_MODPROBE_PATH_PREPEND", base.join("modprobe").to_str().unwrap())])
+    start_with(flux, base, 0, &[("FLUX_MODPROBE_PATH_APPEND", base.join("modprobe").to_str().unwrap())])
 }
 
 async fn until_allocated(broker: &RealBroker, cores: usize) {

@@ -14,7 +14,6 @@ use std::{
 use nix::{
     errno::Errno,
     fcntl::{AT_FDCWD, OFlag, OpenHow, ResolveFlag, openat2},
-    mount::{MntFlags, umount2},
     sys::{
         stat::{Mode, UtimensatFlags, mkdirat, utimensat},
         time::TimeSpec,
@@ -22,11 +21,8 @@ use nix::{
     unistd::syncfs,
 };
 
-use super::mountinfo;
+pub use super::removal::{refuse_mounts, remove_all_if_there, unmount_users};
 use hostapi::Refusal;
-
-/// Most mounts that [`unmount_users`] takes away.
-const MOST_UNMOUNTED: usize = 1000;
 
 /// An operation on a file or directory failed.
 #[derive(Debug, thiserror::Error)]
@@ -140,85 +136,6 @@ pub fn aside(path: &Path) -> PathBuf {
 /// If it can't be removed.
 pub fn remove_if_there(path: &Path) -> io::Result<()> {
     absent_is_fine(fs::remove_file(path))
-}
-
-/// Removes a directory with its content, or a file; succeeds if there is none.
-///
-/// # Errors
-/// If it can't be removed; as for [`refuse_mounts`], and then nothing was removed.
-pub fn remove_all_if_there(path: &Path) -> io::Result<()> {
-    let removed = match fs::symlink_metadata(path) {
-        Ok(metadata) if metadata.is_dir() => refuse_mounts(path, |_| false).and_then(|()| fs::remove_dir_all(path)),
-        Ok(_) => fs::remove_file(path),
-        Err(error) => Err(error),
-    };
-    absent_is_fine(removed)
-}
-
-/// Fails if something is mounted inside `directory`: it is not ours, and a removal would go through the mount point.
-/// `is_spared` gets each mount point (without symlinks) and is true if the removal leaves it alone.
-///
-/// # Errors
-/// `ResourceBusy` with the first mount point; or if /proc can't be read.
-pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Path) -> bool) -> io::Result<()> {
-    // mountinfo lists paths without symlinks.
-    let directory = match directory.canonicalize() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        found => found?,
-    };
-    let points = mountinfo::own()?.into_iter().map(|mount| mount.point);
-    let mut inside = points.filter(|point| point.starts_with(&directory) && !is_spared(point));
-    match inside.next() {
-        Some(point) => Err(mounted_on(&point)),
-        None => Ok(()),
-    }
-}
-
-fn mounted_on(point: &Path) -> io::Error {
-    io::Error::new(io::ErrorKind::ResourceBusy, format!("something is mounted on {}: unmount it", point.display()))
-}
-
-/// Unmounts what other users have mounted inside `directory` by FUSE: such a mount is theirs to make wherever they could
-/// write once, and must not keep root from a removal. What they have mounted inside goes with it.
-///
-/// # Errors
-/// `ResourceBusy` if something else is mounted on or inside such a mount, which would go with it; or if /proc can't be
-/// read, or a mount stays.
-pub fn unmount_users(directory: &Path) -> io::Result<()> {
-    let directory = match directory.canonicalize() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        found => found?,
-    };
-    let is_users = |mount: &&mountinfo::Mount| mount.fuse_user().is_some_and(|uid| !super::trust::is_trusted(uid));
-    // Each round takes one away; a user may make another one meanwhile.
-    for _ in 0..MOST_UNMOUNTED {
-        let mounts = mountinfo::own()?;
-        let inside = mounts.iter().filter(|mount| mount.point.starts_with(&directory));
-        // From the top, because the way to a mount inside another one leads through a file system that may not answer.
-        let Some(mount) = inside.filter(is_users).min_by_key(|mount| mount.point.components().count()) else {
-            return Ok(());
-        };
-        let other = mounts.iter().find(|other| other.point.starts_with(&mount.point) && !is_users(other));
-        if let Some(other) = other {
-            return Err(mounted_on(&other.point));
-        }
-        // By a descriptor, because its user can exchange what is on the way to it for a symlink to a mount of the host's.
-        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_CLOEXEC).resolve(ResolveFlag::RESOLVE_NO_SYMLINKS);
-        let found = match openat2(AT_FDCWD, &mount.point, how) {
-            Ok(found) => found,
-            // Its user was faster.
-            Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EAGAIN) => continue,
-            Err(errno) => return Err(errno.into()),
-        };
-        let id = mountinfo::id(&found)?;
-        if mounts.iter().any(|mount| mount.id == id && mount.point.starts_with(&directory) && is_users(&mount)) {
-            match umount2(&host_path(&found), MntFlags::MNT_DETACH) {
-                Ok(()) | Err(Errno::EINVAL) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
-    }
-    Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("users go on mounting in {}", directory.display())))
 }
 
 /// Turns `NotFound` into success, for removals.

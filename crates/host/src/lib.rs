@@ -24,6 +24,7 @@ mod occupants;
 pub mod port;
 pub mod process;
 pub mod processes;
+mod removal;
 pub mod room;
 mod root;
 pub mod state;

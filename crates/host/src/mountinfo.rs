@@ -45,11 +45,11 @@ impl Mount {
 /// # Errors
 /// If /proc can't be read.
 pub fn own() -> io::Result<Vec<Mount>> {
-    Ok(parse(&read(Path::new("/proc/thread-self/mountinfo"))?))
+    Ok(parse(&fs::read("/proc/thread-self/mountinfo")?))
 }
 
-/// Reads a mountinfo file. The kernel escapes only blanks, line ends and backslashes, and a user may give a FUSE mount
-/// any other byte as its name: a name that is not UTF-8 must not hide the other mounts.
+/// Reads a mountinfo file to look for mounts whose names are UTF-8. The kernel escapes only blanks, line ends and
+/// backslashes, and a user may give a FUSE mount any other byte as its name: such a name must not hide the other mounts.
 ///
 /// # Errors
 /// If the file can't be read.
@@ -80,35 +80,32 @@ pub fn fuse_user(id: u64) -> io::Result<Option<u32>> {
     }
 }
 
-/// Parses mountinfo, without the lines that have another format.
-pub fn parse(text: &str) -> Vec<Mount> {
-    text.lines()
-        .filter_map(|line| {
-            let (mount, file_system) = line.split_once(" - ")?;
-            let mut mount = mount.split(' ');
-            let id = mount.next()?.parse().ok()?;
-            let mut mount = mount.skip(2);
-            let mut file_system = file_system.split(' ');
-            Some(Mount {
-                id,
-                root: unescape(mount.next()?),
-                point: unescape(mount.next()?),
-                options: mount.next().unwrap_or_default().to_owned(),
-                kind: file_system.next()?.to_owned(),
-                super_options: file_system.nth(1).unwrap_or_default().to_owned(),
-            })
-        })
-        .collect()
+/// Parses mountinfo, without the lines that have another format. Paths keep their bytes, UTF-8 or not: what a user has
+/// mounted must be found under its name.
+pub fn parse(table: &(impl AsRef<[u8]> + ?Sized)) -> Vec<Mount> {
+    let text = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
+    let parse_line = |line: &[u8]| {
+        // The kernel escapes blanks in every field, so that none but the separator is a lone hyphen.
+        let mut fields = line.split(|byte| *byte == b' ');
+        let id = text(fields.next()?).parse().ok()?;
+        let mut fields = fields.skip(2);
+        let (root, point) = (unescape(fields.next()?), unescape(fields.next()?));
+        let options = fields.next().map(text)?;
+        let mut file_system = fields.skip_while(|field| *field != b"-").skip(1);
+        let kind = file_system.next().map(text)?;
+        let super_options = file_system.nth(1).map(text).unwrap_or_default();
+        Some(Mount { id, root, point, options, kind, super_options })
+    };
+    table.as_ref().split(|byte| *byte == b'\n').filter_map(parse_line).collect()
 }
 
 /// Decodes the kernel's escapes: a backslash and three octal digits.
-fn unescape(field: &str) -> PathBuf {
-    let bytes = field.as_bytes();
-    let mut plain = Vec::with_capacity(bytes.len());
+fn unescape(field: &[u8]) -> PathBuf {
+    let mut plain = Vec::with_capacity(field.len());
     let mut at = 0;
-    while at < bytes.len() {
-        let octal = field.get(at + 1..at + 4).and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        match (bytes[at], octal) {
+    while at < field.len() {
+        let digits = field.get(at + 1..at + 4).and_then(|digits| std::str::from_utf8(digits).ok());
+        match (field[at], digits.and_then(|digits| u8::from_str_radix(digits, 8).ok())) {
             (b'\\', Some(byte)) => {
                 plain.push(byte);
                 at += 4;
@@ -145,9 +142,12 @@ mod tests {
     fn a_mount_name_that_is_not_utf_8_hides_no_other_mount() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("mountinfo");
-        let table = b"36 35 98:0 / /mnt/\xff rw - fuse \xff rw,user_id=1000\n37 35 98:0 / /opt rw - ext4 /dev/sda rw\n";
+        let table: &[u8] =
+            b"36 35 98:0 / /mnt/\xff rw - fuse \xff rw,user_id=1000\n37 35 98:0 / /opt rw - ext4 /dev/sda rw\n";
         fs::write(&path, table).unwrap();
-        let points: Vec<_> = parse(&read(&path).unwrap()).into_iter().map(|mount| (mount.id, mount.point)).collect();
-        assert_eq!(points, [(36, "/mnt/\u{fffd}".into()), (37, "/opt".into())]);
+        let points = |table| parse(table).into_iter().map(|mount| (mount.id, mount.point)).collect::<Vec<_>>();
+        let theirs = PathBuf::from(OsString::from_vec(b"/mnt/\xff".to_vec()));
+        assert_eq!(points(table), [(36, theirs), (37, "/opt".into())]);
+        assert_eq!(points(read(&path).unwrap().as_bytes()), [(36, "/mnt/\u{fffd}".into()), (37, "/opt".into())]);
     }
 }

@@ -7,8 +7,9 @@ use api::{FailedLeads, FluxInstanceSpec, Member, ROSTER_FORMAT, Resources, Roste
 use crate::settings::settings;
 
 /// The member that runs on `node`.
-pub fn member(node: &str, number: u8) -> Member {
-    Member { node: node.to_owned(), uid: format!("uid-{node}"), address: [10, 0, 0, number].into(), gone_since: None }
+pub fn member(node: &str, number: u16) -> Member {
+    let [high, low] = number.to_be_bytes();
+    Member { node: node.to_owned(), uid: format!("uid-{node}"), address: [10, 0, high, low].into(), gone_since: None }
 }
 
 /// A roster of `max_size` ranks, the first of which are held by `(node, cores)`.

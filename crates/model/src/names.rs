@@ -93,7 +93,7 @@ mod tests {
 
     /// Makes node `name` the member of `rank`; `gone_since` is set if its Node is gone.
     fn join(roster: &mut Roster, rank: Rank, name: &str, gone_since: Option<i64>) {
-        let member = Member { gone_since, ..member(name, u8::try_from(rank).unwrap()) };
+        let member = Member { gone_since, ..member(name, u16::try_from(rank).unwrap()) };
         let entry = RosterEntry { broker_name: spare_name(rank), member: Some(member), ..RosterEntry::default() };
         roster.ranks.insert(rank, entry);
     }

@@ -20,6 +20,10 @@ pub(crate) mod room;
 pub(crate) mod transaction;
 pub(crate) mod verify;
 
+#[cfg(test)]
+#[path = "../../../../tests/support/needs.rs"]
+mod needs;
+
 use std::{
     fs, io,
     os::{fd::BorrowedFd, unix::fs::PermissionsExt},
@@ -81,9 +85,15 @@ impl Marker {
 
 /// The marker of an environment, if it is ready.
 pub(crate) fn marker(prefix: &Path, digest: &str) -> Option<Marker> {
-    let content = read_own(&environment(prefix, digest), ENVIRONMENT_MARKER).ok()?;
-    let marker: Marker = serde_json::from_slice(&content).ok()?;
-    (archive::is_digest(digest) && marker.digest == digest).then_some(marker)
+    read_marker(prefix, digest).ok()
+}
+
+/// The marker of an environment, or why it is not ready.
+pub(crate) fn read_marker(prefix: &Path, digest: &str) -> io::Result<Marker> {
+    let content = read_own(&environment(prefix, digest), ENVIRONMENT_MARKER)?;
+    let marker: Marker = serde_json::from_slice(&content)?;
+    let is_its = archive::is_digest(digest) && marker.digest == digest;
+    if is_its { Ok(marker) } else { Err(io::ErrorKind::InvalidData.into()) }
 }
 
 /// Builds the environment of `order` unless it is ready.

@@ -3,6 +3,7 @@
 //! beside the environment until a repair has replaced every file.
 
 use std::{
+    cell::OnceCell,
     collections::BTreeSet,
     fs::{self, OpenOptions},
     io::{self, Write},
@@ -15,13 +16,15 @@ use host::files::{remove_if_there, sync_parent};
 /// The list of what was open in one environment: a file that only root can write.
 pub(crate) struct Opened {
     path: PathBuf,
+    /// As the list was when [`Self::note_once`] first asked for it.
+    known: OnceCell<BTreeSet<PathBuf>>,
 }
 
 impl Opened {
     /// That of the environment at `root`.
     pub(crate) fn of(root: &Path) -> Self {
         let name = root.file_name().unwrap_or_default().to_string_lossy();
-        Self { path: root.with_file_name(format!(".{name}.opened")) }
+        Self { path: root.with_file_name(format!(".{name}.opened")), known: OnceCell::new() }
     }
 
     /// Adds `path`, before it is closed. The first one is on disk then: one is enough to have all replaced.
@@ -37,12 +40,18 @@ impl Opened {
         Ok(())
     }
 
-    /// As [`Self::note`], if `path` is not in the list: for what stays open at each look.
+    /// As [`Self::note`], if `path` is not in the list: for what stays open at each look. Reads the list once, because a
+    /// user may have put any number of such names there. One look asks for none of them twice.
     pub(crate) fn note_once(&self, path: &Path) -> io::Result<()> {
-        match self.paths()? {
-            Some(known) if known.contains(path) => Ok(()),
-            _ => self.note(path),
-        }
+        let known = match self.known.get() {
+            Some(known) => known,
+            None => {
+                let list = self.paths()?.unwrap_or_default();
+                self.known.get_or_init(|| list)
+            }
+        };
+        // As it is in the list, where each name is UTF-8.
+        if known.contains(Path::new(&*path.to_string_lossy())) { Ok(()) } else { self.note(path) }
     }
 
     /// What was open; the environment itself if the list can't be understood. None if nothing ever was.
@@ -64,5 +73,31 @@ impl Opened {
     /// Ends the list: every file was replaced, or the environment is gone.
     pub(crate) fn forget(&self) -> io::Result<()> {
         remove_if_there(&self.path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+
+    use super::*;
+
+    #[test]
+    fn one_look_reads_the_list_once_and_notes_a_name_once_whatever_its_bytes() {
+        let envs = tempfile::tempdir().unwrap();
+        let root = envs.path().join("0123456789abcdef");
+        let names = ["one", "two"].map(Path::new).into_iter().chain([Path::new(OsStr::from_bytes(b"theirs\xff"))]);
+        let names: Vec<_> = names.collect();
+        let length = || fs::read_to_string(&Opened::of(&root).path).map_or(0, |list| list.lines().count());
+        for _ in 0..2 {
+            let look = Opened::of(&root);
+            names.iter().for_each(|name| look.note_once(name).unwrap());
+            assert_eq!(length(), 2 * names.len());
+        }
+        let look = Opened::of(&root);
+        look.note_once(names[0]).unwrap();
+        look.forget().unwrap();
+        look.note_once(names[1]).unwrap();
+        assert_eq!(length(), 0);
     }
 }

@@ -129,7 +129,7 @@ impl<'a> Environments<'a> {
     /// # Errors
     /// They could not be determined.
     pub(crate) fn used(&self, names: &[String]) -> io::Result<BTreeMap<String, Occupant>> {
-        occupants(&Root::host(), &self.broker.members()?, names)
+        occupants(&Root::host(), &self.path, &self.broker.members()?, names)
     }
 
     pub(crate) fn place(&self, digest: &str) -> PathBuf {

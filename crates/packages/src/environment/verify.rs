@@ -11,9 +11,8 @@ use std::{
 use crate::{
     ENVIRONMENT_MARKER,
     environment::{
-        marker,
         opened::Opened,
-        ready,
+        read_marker, ready,
         records::{RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, digests_while, is_open, is_utf8, mode},
     },
     fetch::archive,
@@ -57,18 +56,15 @@ fn verify_one(
         return Err(Refusal::new(format!("there is no environment {name}; those that exist: {there}")));
     }
     let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
-    let marker = marker(prefix, digest);
-    let conda = marker.as_ref().is_none_or(|marker| marker.compiled_prefix.is_none());
+    let marker = read_marker(prefix, digest);
+    let conda = marker.as_ref().map_or(true, |marker| marker.compiled_prefix.is_none());
     let compared = compare(&path, &path, conda, slice, progress).map_err(unreadable)?;
-    let Compared { files, bytes, mut differences, has_records } = compared;
-    let mut differs = |path: &str, what| differences.push(Difference { path: path.into(), what });
-    if marker.is_none() {
-        let there = fs::symlink_metadata(path.join(ENVIRONMENT_MARKER)).is_ok();
-        differs(ENVIRONMENT_MARKER, if there { What::Changed } else { What::Missing });
-    }
-    if !has_records {
-        let there = fs::symlink_metadata(path.join(RECORDS)).is_ok_and(|found| found.is_file());
-        differs(RECORDS, if there { What::Changed } else { What::Missing });
+    let Compared { files, bytes, mut differences, no_records } = compared;
+    for (name, error) in [(ENVIRONMENT_MARKER, marker.err()), (RECORDS, no_records)] {
+        // What was not read is not examined again either: a user may have mounted something over it.
+        let what =
+            error.map(|error| if error.kind() == io::ErrorKind::NotFound { What::Missing } else { What::Changed });
+        differences.extend(what.map(|what| Difference { path: name.into(), what }));
     }
     let mut differences: Vec<_> = differences.into_iter().map(in_utf8).collect();
     differences.sort();
@@ -87,7 +83,8 @@ pub(crate) struct Compared {
     bytes: u64,
     /// Sorted.
     pub differences: Vec<Difference>,
-    has_records: bool,
+    /// Why there are no records of ours.
+    no_records: Option<io::Error>,
 }
 
 /// Compares the tree at `root` with the records in the tree at `recorded`, which may be the same. Skips the marker and
@@ -110,7 +107,10 @@ pub(crate) fn compare(
     for path in &tree.unreadable {
         differs(path, What::Unreadable);
     }
-    let records = Records::read(recorded).ok();
+    let (records, no_records) = match Records::read(recorded) {
+        Ok(records) => (Some(records), None),
+        Err(error) => (None, Some(error)),
+    };
     let (packaged, broken) = match conda {
         true if root == recorded => by_packages(root, &tree),
         true => by_packages(recorded, &Tree::walk(recorded)?),
@@ -120,7 +120,6 @@ pub(crate) fn compare(
     for record in &broken {
         differs(record, What::Changed);
     }
-    let whole = records.is_some();
     // Without our records, only what the packages' own records contain can be checked.
     let records = records.unwrap_or_else(|| Records { links: tree.links.clone(), ..Records::default() });
     expected.extend(records.files.iter().map(|(path, digest)| (path.clone(), Some(digest.clone()))));
@@ -146,7 +145,7 @@ pub(crate) fn compare(
             _ => differs(path, What::Replaced),
         }
     }
-    if whole {
+    if no_records.is_none() {
         differences.extend(unrecorded(root, &tree, &records, &expected)?);
     }
     hashed.retain(|path| tree.files.get(path).is_none_or(|found| is_trusted(found.uid()) && !is_open(found)));
@@ -168,7 +167,7 @@ pub(crate) fn compare(
     }
     differences.sort();
     differences.dedup();
-    Ok(Compared { files, bytes, differences, has_records: whole })
+    Ok(Compared { files, bytes, differences, no_records })
 }
 
 /// Finds entries without a record, and entries with other permissions or another owner than when they were built.
@@ -229,4 +228,56 @@ fn is_byte_code(path: &Path, known: impl Fn(&Path) -> bool) -> bool {
     let module = name.and_then(|name| name.rsplit_once('.')).map(|(module, _)| module);
     let beside = path.parent().filter(|parent| parent.ends_with(CACHE)).and_then(Path::parent);
     beside.zip(module).is_some_and(|(beside, module)| known(&beside.join(format!("{module}.py"))))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Write,
+        process::{Command, Stdio},
+        sync::mpsc,
+        time::Duration,
+    };
+
+    use super::*;
+    use crate::environment::needs::{Need, skips_without};
+
+    /// Nobody serves the file system of this user, so whoever asks it waits.
+    #[test]
+    fn a_file_system_that_a_user_mounted_over_our_own_files_is_not_asked() {
+        if skips_without([Need::Fuse]) {
+            return;
+        }
+        let prefix = tempfile::tempdir().unwrap();
+        let digest = "0123456789abcdef";
+        let root = environment(prefix.path(), digest);
+        fs::create_dir_all(&root).unwrap();
+        let mounted = [ENVIRONMENT_MARKER, RECORDS].map(|name| {
+            let point = root.join(name);
+            fs::File::create(&point).unwrap().write_all(b"{}").unwrap();
+            let device = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
+            // The device is this program's stdin.
+            let options = "fd=0,rootmode=100644,user_id=500,group_id=500,allow_other";
+            let mut mount = Command::new("mount");
+            mount.args(["-i", "-t", "fuse", "-o", options, "theirs"]).arg(&point);
+            assert!(mount.stdin(Stdio::from(device.try_clone().unwrap())).status().unwrap().success());
+            (point, device)
+        });
+        let (sender, receiver) = mpsc::channel();
+        let order = prefix.path().to_owned();
+        let looking = std::thread::spawn(move || sender.send(verify_one(&order, digest, None, &mut |_| {})));
+        let verified = receiver.recv_timeout(Duration::from_secs(20));
+        for (point, device) in mounted {
+            // Ends the wait, if there is one.
+            drop(device);
+            assert!(Command::new("umount").arg("-l").arg(point).status().unwrap().success());
+        }
+        looking.join().unwrap().unwrap();
+        let mut expected: Vec<_> = [ENVIRONMENT_MARKER, RECORDS]
+            .into_iter()
+            .flat_map(|name| [What::Changed, What::Unreadable].map(|what| Difference { path: name.into(), what }))
+            .collect();
+        expected.sort();
+        assert_eq!(verified.unwrap().unwrap().differences, expected);
+    }
 }
