@@ -3,19 +3,20 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
-    fs, io,
+    fs::{self, File},
+    io::{self, Read},
     os::unix::ffi::OsStrExt,
     path::Path,
 };
 
 use nix::{
     errno::Errno,
-    fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, openat2},
+    fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, open, openat2},
     libc,
-    sys::stat::{FileStat, fstat, fstatat},
+    sys::stat::{FileStat, Mode, fstat, fstatat},
 };
 
-use super::{Root, files::open_only_path, processes::processes, trust::is_trusted};
+use super::{Root, processes::processes, trust::is_trusted};
 
 /// A process that uses an environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,6 +82,9 @@ pub fn occupants(
 
 /// Files of /proc/PID that name what a process uses. `exe`, `cwd` and `root` are links.
 const EVIDENCE: &[&str] = &["exe", "maps", "cwd", "root", "mountinfo", "cmdline", "environ"];
+/// Most bytes of one of these that are read: a process may move the borders of its environment (prctl(2), `PR_SET_MM`) until it is as large as
+/// its address space.
+const LONGEST: u64 = 64 << 20;
 /// What the kernel adds to the name of a file that was removed.
 const DELETED: &[u8] = b" (deleted)";
 
@@ -90,7 +94,7 @@ fn named_by<'a>(process: &Path, names: &'a [String]) -> io::Result<Vec<&'a Strin
         "exe" | "cwd" | "root" => {
             fs::read_link(process.join(file)).map(|target| target.as_os_str().as_bytes().to_vec())
         }
-        _ => fs::read(process.join(file)),
+        _ => beginning_of(&process.join(file)),
     });
     let mut used = Vec::new();
     for text in texts {
@@ -106,6 +110,13 @@ fn named_by<'a>(process: &Path, names: &'a [String]) -> io::Result<Vec<&'a Strin
     Ok(used)
 }
 
+/// The first [`LONGEST`] bytes of a file.
+fn beginning_of(file: &Path) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    File::open(file)?.take(LONGEST).read_to_end(&mut text)?;
+    Ok(text)
+}
+
 /// The `names` in `envs` that have a file which a process executes or maps; none if it ends meanwhile.
 fn run_by<'a>(process: &Path, envs: &Path, names: &'a [String]) -> io::Result<Vec<&'a String>> {
     let mut links = vec![process.join("exe")];
@@ -115,12 +126,7 @@ fn run_by<'a>(process: &Path, envs: &Path, names: &'a [String]) -> io::Result<Ve
     }
     let mut used = Vec::new();
     for link in links {
-        let target = match fs::read_link(&link) {
-            // The kernel shows mappings to no root of a user namespace. What the process executes counts there alone.
-            Err(error) if error.raw_os_error() == Some(libc::EPERM) => continue,
-            target => examined(target)?,
-        };
-        let Some(target) = target else { continue };
+        let Some(target) = examined(fs::read_link(&link))? else { continue };
         for name in names {
             if !used.contains(&name) && is_in(&link, &target, envs, name)? {
                 used.push(name);
@@ -141,7 +147,12 @@ fn is_in(link: &Path, target: &Path, envs: &Path, name: &str) -> io::Result<bool
     }
     // What the kernel knows without a question: on a file system of a user, nobody may answer.
     let known = AtFlags::from_bits_retain(libc::AT_STATX_DONT_SYNC);
-    let Some(run) = examined(fstatat(AT_FDCWD, link, known).map_err(io::Error::from))? else { return Ok(false) };
+    let run = match fstatat(AT_FDCWD, link, known) {
+        // The kernel lets no root of a user namespace follow a mapping. What the process executes counts there alone.
+        Err(Errno::EPERM) => return Ok(false),
+        run => examined(run.map_err(io::Error::from))?,
+    };
+    let Some(run) = run else { return Ok(false) };
     let directory = Path::new(name);
     Ok(match removed {
         // A repair has replaced it. No user can make a file of root's, or hide one of the host's in a memfd.
@@ -159,7 +170,9 @@ fn is_in(link: &Path, target: &Path, envs: &Path, name: &str) -> io::Result<bool
 /// Examines what is at `path` below `envs`; None if there is nothing, or if a user has mounted something on the way, which
 /// may never answer.
 fn below(envs: &Path, path: &Path) -> io::Result<Option<FileStat>> {
-    let Some(envs) = examined(open_only_path(envs))? else { return Ok(None) };
+    // An administrator may have made a symlink of it.
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let Some(envs) = examined(open(envs, flags, Mode::empty()).map_err(io::Error::from))? else { return Ok(None) };
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
         .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV);
@@ -171,10 +184,16 @@ fn below(envs: &Path, path: &Path) -> io::Result<Option<FileStat>> {
 }
 
 /// None if a process has ended, is about to (EINVAL of mountinfo), is a kernel thread, or is one that even this host's
-/// root may not examine, such as the first process of a virtual machine.
+/// root may not examine, such as the first process of a virtual machine. And if it has gone where no path leads (ENAMETOOLONG): one such
+/// process must not hold up the removal of every environment.
 fn examined<T>(looked: io::Result<T>) -> io::Result<Option<T>> {
     match looked {
-        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::EINVAL | libc::EACCES)) => {
+        Err(e)
+            if matches!(
+                e.raw_os_error(),
+                Some(libc::ENOENT | libc::ESRCH | libc::EINVAL | libc::EACCES | libc::ENAMETOOLONG)
+            ) =>
+        {
             Ok(None)
         }
         looked => looked.map(Some),
@@ -191,12 +210,44 @@ mod tests {
         process::{Child, Command},
     };
 
-    use nix::sys::memfd::{MFdFlags, memfd_create};
+    use nix::{
+        fcntl::openat,
+        sys::{
+            memfd::{MFdFlags, memfd_create},
+            stat::mkdirat,
+        },
+    };
 
     use super::*;
     use crate::needs::{Need, skips_without};
 
     const DIGEST: &str = "0123456789abcdef";
+
+    #[test]
+    fn a_process_that_has_gone_where_no_path_leads_holds_up_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let part = "d".repeat(200);
+        let mut here = File::open(directory.path()).unwrap();
+        for _ in 0..30 {
+            mkdirat(&here, &*part, Mode::S_IRWXU).unwrap();
+            here = openat(&here, &*part, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty()).unwrap().into();
+        }
+        let there = format!("/proc/self/fd/{}", here.as_raw_fd());
+        let mut child = Command::new("sleep").arg("60").current_dir(there).spawn().unwrap();
+        let pid = child.id().try_into().unwrap();
+        let link = fs::read_link(format!("/proc/{pid}/cwd"));
+        let names = [DIGEST.to_owned()];
+        let found = occupants(&Root::at("/"), directory.path(), &BTreeSet::from([pid]), &names);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(link.unwrap_err().raw_os_error(), Some(libc::ENAMETOOLONG));
+        assert_eq!(found.unwrap(), BTreeMap::new());
+    }
+
+    #[test]
+    fn no_more_than_the_beginning_of_an_endless_file_is_read() {
+        assert_eq!(beginning_of(Path::new("/dev/zero")).unwrap().len() as u64, LONGEST);
+    }
 
     #[test]
     fn every_way_in_which_a_process_of_the_broker_uses_a_directory_is_found() {
