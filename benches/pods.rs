@@ -19,12 +19,10 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Child, Command},
-    sync::Arc,
     time::{Duration, Instant},
 };
 
-use bare_cluster::{BareCluster, NAMESPACE, client, kubelets, make_account, make_node, pod};
-use bridge::{Bridge, Told};
+use bare_cluster::{BareCluster, NAMESPACE, bridge_to, client, kubelets, make_account, make_node, pod};
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::{
@@ -32,11 +30,10 @@ use kube::{
     api::{ListParams, PostParams},
     runtime::{WatchStreamExt, watcher},
 };
-use model::fixture::roster;
 use pods::world::Settings;
 use real_broker::{RealBroker, configure, connect, start_with};
 use serde_json::json;
-use tokio::{sync::watch, time::sleep};
+use tokio::time::sleep;
 
 const CORES: u32 = 16;
 
@@ -58,25 +55,11 @@ async fn main() {
 async fn run_bridge(kubeconfig: &str, socket: &Path) {
     let client = client(&fs::read_to_string(kubeconfig).unwrap()).await;
     let nodes = Api::<Node>::all(client.clone()).list(&ListParams::default()).await.unwrap();
-    let uids: BTreeMap<String, String> =
-        nodes.into_iter().map(|node| (node.name_any(), node.uid().unwrap_or_default())).collect();
+    let uids: BTreeMap<_, _> = nodes.into_iter().map(|node| (node.name_any(), node.uid().unwrap())).collect();
     // The API server's own node has no part in this.
-    let uids: BTreeMap<_, _> = uids.into_iter().filter(|(name, _)| name.starts_with("machine")).collect();
-    let names: Vec<_> = (0..uids.len()).map(|rank| format!("machine{rank}")).collect();
-    let members: Vec<_> = names.iter().map(|name| (name.as_str(), CORES)).collect();
-    let mut roster = roster(u32::try_from(names.len()).unwrap(), &members);
-    for (rank, entry) in &mut roster.ranks {
-        entry.member.as_mut().unwrap().uid.clone_from(&uids[&format!("machine{rank}")]);
-    }
-    let (_sender, told) =
-        watch::channel(Told { roster: Arc::new(roster), settings: Settings::default(), is_closing: false });
-    let socket = socket.to_owned();
-    let connect = move || -> futures::future::BoxFuture<'static, _> {
-        let socket = socket.clone();
-        Box::pin(async move { broker::rfc3::Client::connect(&socket).await })
-    };
-    let report = watch::channel(api::PodCounts::default()).0;
-    bridge::run(Bridge { client, connect: Box::new(connect), told, identity: "lead".into(), report }).await;
+    let uids: Vec<_> = (0..).map_while(|rank| uids.get(&format!("machine{rank}")).cloned()).collect();
+    let (_sender, bridge) = bridge_to(client, socket.to_owned(), &uids, CORES, Settings::default());
+    bridge::run(bridge).await;
 }
 
 /// A bridge in a process of its own; killed when dropped.

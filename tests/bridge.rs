@@ -8,22 +8,20 @@ mod bare_cluster;
 mod needs;
 mod support;
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
-use bare_cluster::{BareCluster, NAMESPACE, client, kubelets, make_account, make_node, pod};
-use bridge::{Bridge, Told};
+use bare_cluster::{BareCluster, NAMESPACE, bridge_to, client, kubelets, make_account, make_node, pod};
 use k8s_openapi::api::core::v1::{Event, Pod, PodCondition};
 use kube::{
     Api, Client, ResourceExt,
     api::{DeleteParams, ListParams, PostParams},
     runtime::wait::await_condition,
 };
-use model::fixture::roster;
 use needs::{NODES, Need, skips_without};
 use pods::{record::ANNOTATION_JOB, world::Settings};
 use serde_json::{Value, json};
 use support::real_broker::{RealBroker, connect, flux, lead, run, start, until_online};
-use tokio::{sync::watch, task::JoinHandle, time::timeout};
+use tokio::{task::JoinHandle, time::timeout};
 
 const PATIENCE: Duration = Duration::from_mins(1);
 
@@ -59,41 +57,18 @@ impl Bed {
         let (first, connection) = lead(&flux, base.path(), 3, "0-3").await;
         let brokers = vec![first, start(&flux, base.path(), 1), start(&flux, base.path(), 2)];
         until_online(&connection, "0-2").await;
-        let mut members = BTreeMap::new();
+        let mut uids = Vec::new();
         for rank in 0..3 {
-            members.insert(rank, make_node(&client, &format!("machine{rank}"), 4).await);
+            uids.push(make_node(&client, &format!("machine{rank}"), 4).await);
         }
         let kubelet = tokio::spawn(kubelets(client.clone()));
-        let mut bed = Self { flux, bridge: tokio::spawn(async {}), client, brokers, kubelet, base, _cluster: cluster };
-        bed.begin_bridge(&members);
-        Some(bed)
-    }
-
-    fn begin_bridge(&mut self, uids: &BTreeMap<u32, String>) {
-        let mut roster = roster(3, &[("machine0", 4), ("machine1", 4), ("machine2", 4)]);
-        for (rank, uid) in uids {
-            roster.ranks.get_mut(rank).unwrap().member.as_mut().unwrap().uid.clone_from(uid);
-        }
         let settings = Settings { max_gang: 6, ..Settings::default() };
-        let told = Told { roster: Arc::new(roster), is_closing: false, settings };
-        let socket = self.brokers[0].socket();
-        let connect = move || -> futures::future::BoxFuture<'static, _> {
-            let socket = socket.clone();
-            Box::pin(async move { broker::rfc3::Client::connect(&socket).await })
-        };
-        let (sender, told) = watch::channel(told);
-        let bridge = Bridge {
-            client: self.client.clone(),
-            connect: Box::new(connect),
-            told,
-            identity: "pod-of-the-lead".into(),
-            report: watch::channel(api::PodCounts::default()).0,
-        };
-        self.bridge.abort();
-        self.bridge = tokio::spawn(async move {
+        let (sender, bridge) = bridge_to(client.clone(), brokers[0].socket(), &uids, 4, settings);
+        let bridge = tokio::spawn(async move {
             let _sender = sender;
             bridge::run(bridge).await;
         });
+        Some(Self { flux, bridge, client, brokers, kubelet, base, _cluster: cluster })
     }
 
     fn pods(&self) -> Api<Pod> {

@@ -1,8 +1,13 @@
 //! A real API server without nodes, and Nodes and kubelets that are played.
 
-use std::process::{Command, Stdio};
+use std::{
+    path::PathBuf,
+    process::{Command, Stdio},
+    sync::Arc,
+};
 
-use futures::StreamExt;
+use bridge::{Bridge, Told};
+use futures::{StreamExt, future::BoxFuture};
 use k8s_openapi::{
     api::core::v1::{Node, Pod, ServiceAccount},
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
@@ -13,7 +18,10 @@ use kube::{
     config::{KubeConfigOptions, Kubeconfig},
     runtime::{WatchStreamExt, watcher},
 };
+use model::fixture::roster;
+use pods::world::Settings;
 use serde_json::json;
+use tokio::sync::watch;
 
 pub const NAMESPACE: &str = "default";
 
@@ -100,6 +108,30 @@ pub async fn kubelets(client: Client) {
         }
     };
     events.for_each_concurrent(8, take_up).await;
+}
+
+/// A bridge for the broker at `socket`; rank N is the Node machineN of so many cores, with the N-th of `uids`. The sender has to outlive
+/// the bridge.
+pub fn bridge_to(
+    client: Client,
+    socket: PathBuf,
+    uids: &[String],
+    cores: u32,
+    settings: Settings,
+) -> (watch::Sender<Told>, Bridge) {
+    let names: Vec<_> = (0..uids.len()).map(|rank| format!("machine{rank}")).collect();
+    let members: Vec<_> = names.iter().map(|name| (name.as_str(), cores)).collect();
+    let mut roster = roster(u32::try_from(uids.len()).unwrap(), &members);
+    for (entry, uid) in roster.ranks.values_mut().zip(uids) {
+        entry.member.as_mut().unwrap().uid.clone_from(uid);
+    }
+    let (sender, told) = watch::channel(Told { roster: Arc::new(roster), is_closing: false, settings });
+    let connect = move || -> BoxFuture<'static, _> {
+        let socket = socket.clone();
+        Box::pin(async move { broker::rfc3::Client::connect(&socket).await })
+    };
+    let report = watch::channel(api::PodCounts::default()).0;
+    (sender, Bridge { client, connect: Box::new(connect), told, identity: "pod-of-the-lead".into(), report })
 }
 
 /// A pod for Flux that asks for so many cores.

@@ -145,7 +145,7 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
 
 #[cfg(test)]
 mod tests {
-    use pods::action::JobRef;
+    use pods::{action::JobRef, facts::KubeJob};
 
     use super::*;
 
@@ -159,7 +159,8 @@ mod tests {
             (Answer::Done(None), 10),
         ] {
             let job = JobRef { namespace: "default".into(), name: "train".into(), uid: "u".into() };
-            let facts = Facts { jobs: [("u".to_owned(), suspended())].into(), ..Facts::default() };
+            let suspended = KubeJob { is_suspended: true, ..KubeJob::default() };
+            let facts = Facts { jobs: [("u".to_owned(), suspended)].into(), ..Facts::default() };
             let begin = Instant::now();
             let is_left_alone = |after| {
                 let mut under_way = UnderWay::default();
@@ -173,9 +174,5 @@ mod tests {
             let just_before = pause.saturating_sub(Duration::from_millis(1));
             assert_eq!((is_left_alone(just_before), is_left_alone(pause)), (seconds > 0, false), "{answer:?}");
         }
-    }
-
-    fn suspended() -> pods::facts::KubeJob {
-        pods::facts::KubeJob { is_suspended: true, ..Default::default() }
     }
 }

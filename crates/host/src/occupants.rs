@@ -210,28 +210,20 @@ mod tests {
         process::{Child, Command},
     };
 
-    use nix::{
-        fcntl::openat,
-        sys::{
-            memfd::{MFdFlags, memfd_create},
-            stat::mkdirat,
-        },
-    };
+    use nix::sys::memfd::{MFdFlags, memfd_create};
 
     use super::*;
-    use crate::needs::{Need, skips_without};
+    use crate::{
+        needs::{Need, skips_without},
+        removal::tests::nest,
+    };
 
     const DIGEST: &str = "0123456789abcdef";
 
     #[test]
     fn a_process_that_has_gone_where_no_path_leads_holds_up_nothing() {
         let directory = tempfile::tempdir().unwrap();
-        let part = "d".repeat(200);
-        let mut here = File::open(directory.path()).unwrap();
-        for _ in 0..30 {
-            mkdirat(&here, &*part, Mode::S_IRWXU).unwrap();
-            here = openat(&here, &*part, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty()).unwrap().into();
-        }
+        let here = nest(directory.path(), &"d".repeat(200), 30);
         let there = format!("/proc/self/fd/{}", here.as_raw_fd());
         let mut child = Command::new("sleep").arg("60").current_dir(there).spawn().unwrap();
         let pid = child.id().try_into().unwrap();

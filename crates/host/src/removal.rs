@@ -230,7 +230,7 @@ fn open_step_by_step(path: &Path) -> nix::Result<File> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::{
         os::{fd::AsRawFd, unix::ffi::OsStrExt, unix::fs::symlink},
         sync::atomic::{AtomicBool, Ordering},
@@ -261,7 +261,7 @@ mod tests {
     }
 
     /// Nests directories below `top`, deeper than a path can say.
-    fn nest(top: &Path, name: &str, depth: usize) -> File {
+    pub(crate) fn nest(top: &Path, name: &str, depth: usize) -> File {
         let mut here = File::open(top).unwrap();
         for _ in 0..depth {
             mkdirat(&here, name, Mode::S_IRWXU).unwrap();

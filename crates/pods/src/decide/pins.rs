@@ -18,6 +18,8 @@ pub(super) enum Again {
     Submitting,
     /// Jobs are missing, and the gang is left alone for a while.
     Paused,
+    /// Flux takes no jobs at all, and a pod runs on cores that no job holds.
+    Disabled,
 }
 
 /// What becomes of the pods of a gang that are to be pinned.
@@ -61,7 +63,9 @@ pub(super) fn submit_pins<'a>(
         if missing.is_empty() {
             continue;
         }
-        if !round.broker.accepts_jobs || reason_to_pause(round, &gang.id).is_some() {
+        if !round.broker.accepts_jobs && !holdings.uncovered.is_empty() {
+            pins.again = Again::Disabled;
+        } else if !round.broker.accepts_jobs || reason_to_pause(round, &gang.id).is_some() {
             pins.again = Again::Paused;
         } else if let Some(request) = pin(round, gang, &missing, rank) {
             round.actions.push(Action::Submit(Box::new(request)));

@@ -67,7 +67,7 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     }
     let gangs = std::mem::take(&mut round.gangs);
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
-    let mut is_any_uncovered = false;
+    let mut is_disabled = false;
     for gang in &gangs {
         if round.is_busy(&gang.id) {
             is_submitting = true;
@@ -76,8 +76,9 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         match give_again(round, memory, gang, &mut needed) {
             Again::Asked => {}
             Again::Submitting => is_submitting = true,
-            Again::Paused => {
-                is_any_uncovered |= is_uncovered(round, gang);
+            Again::Paused => drop(paused.insert(&gang.id)),
+            Again::Disabled => {
+                is_disabled = true;
                 paused.insert(&gang.id);
             }
         }
@@ -87,7 +88,7 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     match (is_submitting, is_canceling) {
         (true, _) => Recovery::Submit,
         (_, true) => Recovery::Cancel,
-        _ if is_any_uncovered && !round.broker.accepts_jobs => Recovery::Disabled,
+        _ if is_disabled => Recovery::Disabled,
         _ => {
             if !round.world.under_way.contains(&Action::StartQueues) {
                 round.actions.push(Action::StartQueues);
@@ -99,11 +100,6 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
 
 fn is_stopping(round: &Round) -> bool {
     round.world.under_way.iter().any(|action| matches!(action, Action::StopQueues(_)))
-}
-
-/// True if a pod of `gang` runs on cores that no job holds.
-fn is_uncovered(round: &Round, gang: &Gang) -> bool {
-    !Holdings::of(gang, &round.jobs_of(&gang.id), &round.ranks, round.now).uncovered.is_empty()
 }
 
 /// Submits jobs for the cores that `gang` has been given. Adds those that are pending for that to `needed`.
