@@ -8,10 +8,6 @@ use std::{
         ffi::OsStrExt,
         fs::{MetadataExt, symlink},
     },
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
     time::Duration,
 };
 
@@ -225,44 +221,6 @@ fn mount_as_user(point: &Path, root: u32) -> fs::File {
     device
 }
 
-/// The way to a user's mount is the user's, who can exchange a directory on it for a symlink at any moment.
-#[test]
-fn no_mount_of_the_host_is_unmounted_in_place_of_a_users() {
-    if skips_without([Need::Fuse]) {
-        return;
-    }
-    let (environment, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let (theirs, link) = (environment.path().join("a"), environment.path().join("b"));
-    let ours = outside.path().join("home");
-    for directory in [&theirs, &theirs.join("home"), &ours] {
-        fs::create_dir(directory).unwrap();
-    }
-    symlink(outside.path(), &link).unwrap();
-    nix::mount::mount(Some("ours"), &ours, Some("tmpfs"), nix::mount::MsFlags::empty(), None::<&str>).unwrap();
-    let is_mounted = || fs::read_to_string("/proc/self/mounts").unwrap().contains(&format!("ours {} ", ours.display()));
-    for _ in 0..100 {
-        let stop = Arc::new(AtomicBool::new(false));
-        let device = mount_as_user(&theirs.join("home"), 0o40000);
-        let (swap, stopped) = ((theirs.clone(), link.clone()), Arc::clone(&stop));
-        let swapping = std::thread::spawn(move || {
-            let mut count = 0_u32;
-            while !stopped.load(Ordering::Relaxed) || count % 2 == 1 {
-                let flags = nix::fcntl::RenameFlags::RENAME_EXCHANGE;
-                nix::fcntl::renameat2(nix::fcntl::AT_FDCWD, &swap.0, nix::fcntl::AT_FDCWD, &swap.1, flags).unwrap();
-                count += 1;
-            }
-        });
-        let unmounted = host::files::unmount_users(environment.path());
-        stop.store(true, Ordering::Relaxed);
-        swapping.join().unwrap();
-        assert!(is_mounted(), "a mount of the host is gone");
-        unmounted.unwrap_or_else(|error| assert_eq!(error.kind(), std::io::ErrorKind::ResourceBusy));
-        host::files::unmount_users(environment.path()).unwrap();
-        drop(device);
-    }
-    nix::mount::umount(&ours).unwrap();
-}
-
 /// Where a user could write once, that user may mount a file system by FUSE, which answers when it likes.
 #[tokio::test]
 async fn a_file_system_that_a_user_mounted_in_an_open_environment_keeps_nothing_else_open() {
@@ -291,6 +249,79 @@ async fn a_file_system_that_a_user_mounted_in_an_open_environment_keeps_nothing_
     assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
     assert!(!mounts.contains(host.prefix().to_str().unwrap()), "{mounts}");
+}
+
+/// Where an older version left the top of an environment open, a user may mount over all of it.
+#[tokio::test]
+async fn an_environment_over_which_a_user_mounted_a_file_system_is_named_and_built_again() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let (host, set, _channel) = installed().await;
+    let environment = host.environment(&set);
+    std::mem::forget(mount_as_user(&environment, 0o40000));
+    let order = VerifyOrder { prefix: host.prefix().to_owned(), digest: Some(set.digest()), slice: None, idle: false };
+    let error = packages::verify(&order, &mut |_| {}).unwrap_err().to_string();
+    assert!(error.ends_with("unmount it"), "{error}");
+    host.link(&set).await.unwrap();
+    assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    assert!(!mounts.contains(host.prefix().to_str().unwrap()), "{mounts}");
+}
+
+/// Whoever owns a file can have the kernel ask them before anybody else opens it, for 45 s.
+#[tokio::test]
+async fn no_look_waits_for_a_lease_that_a_user_has_on_a_file() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let (host, set, _channel) = installed().await;
+    let theirs = host.environment(&set).join("conda-meta/theirs.json");
+    fs::write(&theirs, "{}").unwrap();
+    std::os::unix::fs::chown(&theirs, Some(500), Some(500)).unwrap();
+    let lease = "import fcntl, os, signal, sys; signal.signal(signal.SIGIO, signal.SIG_IGN); \
+        fcntl.fcntl(os.open(sys.argv[1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK); print(flush=True); sys.stdin.read()";
+    let mut holder = std::process::Command::new("python3");
+    holder.args(["-c", lease]).arg(&theirs).stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    let mut holder = holder.spawn().unwrap();
+    let mut told = [0];
+    holder.stdout.take().unwrap().read_exact(&mut told).unwrap();
+    let (prefix, digest) = (host.prefix().to_owned(), set.digest());
+    let looking = tokio::task::spawn_blocking(move || named(&verify(&prefix, &digest).differences));
+    // The kernel ends a lease after 45 s (/proc/sys/fs/lease-break-time).
+    let differences = tokio::time::timeout(Duration::from_secs(30), looking).await;
+    drop(holder.stdin.take());
+    holder.wait().unwrap();
+    assert!(differences.unwrap().unwrap().contains(&"owner conda-meta/theirs.json".to_owned()));
+}
+
+/// Jobs go on with the files that they have; what root did not plant is gone from the place where others look.
+#[tokio::test]
+async fn an_open_environment_is_replaced_beside_the_process_that_uses_it() {
+    let (host, set, _channel) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    let envs = host.prefix().join("envs");
+    let set_aside = || {
+        fs::read_dir(&envs)
+            .unwrap()
+            .filter(|entry| entry.as_ref().unwrap().path().extension().is_some_and(|end| end == "old"))
+            .count()
+    };
+    fs::copy("/bin/sleep", at("share/sleep")).unwrap();
+    fs::set_permissions(at("share"), fs::Permissions::from_mode(0o777)).unwrap();
+    verify(host.prefix(), &set.digest());
+    let mut job = std::process::Command::new(at("share/sleep")).arg("600").spawn().unwrap();
+    mend(&host, &set).await.unwrap();
+    assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
+    assert!(!at("share/sleep").exists());
+    assert_eq!(set_aside(), 1);
+    assert!(job.try_wait().unwrap().is_none());
+    job.kill().unwrap();
+    job.wait().unwrap();
+    host.link(&set).await.unwrap();
+    let digest = set.digest();
+    packages::collect(&collect_nothing(host.prefix(), &digest), &Places::of_host()).unwrap();
+    assert_eq!(set_aside(), 0);
 }
 
 #[tokio::test]

@@ -21,8 +21,14 @@ use nix::{
     unistd::syncfs,
 };
 
-pub use super::removal::{refuse_mounts, remove_all_if_there, unmount_users};
+pub use super::{
+    removal::{is_users, open_in, refuse_mounts, remove_all_if_there},
+    underneath::{exchange_in, rename_in},
+};
 use hostapi::Refusal;
+
+/// How often a file is opened again that the kernel could not find because of a rename.
+const MOST_RACES: usize = 1000;
 
 /// An operation on a file or directory failed.
 #[derive(Debug, thiserror::Error)]
@@ -227,6 +233,18 @@ pub fn open_directory(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags((OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits()).open(path)
 }
 
+/// Opens a directory, unless something is mounted on it: a user who could write to it once may have mounted what never
+/// answers.
+///
+/// # Errors
+/// As for [`open_directory`]; `CrossesDevices` if something is mounted on it.
+pub fn open_uncovered(path: &Path) -> io::Result<File> {
+    let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is no directory in another one"));
+    };
+    open_in(&File::open(above)?, name)
+}
+
 /// A descriptor of what is at `path`, a symlink too, without opening it; see [`host_path`].
 ///
 /// # Errors
@@ -267,13 +285,15 @@ impl HostRoot {
             .flags(flags | OFlag::O_CLOEXEC)
             .mode(Mode::from_bits_truncate(mode))
             .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-        loop {
+        for _ in 1..MOST_RACES {
             match openat2(&self.0, path, how) {
-                // The kernel could not rule out that a concurrent rename led out of the root. Try again.
+                // The kernel could not rule out that a concurrent rename led out of the root. Try again. But a lease that
+                // the file's owner holds (F_SETLEASE) gives the same answer, until the kernel ends the lease.
                 Err(Errno::EAGAIN) => {}
                 other => return Ok(other?),
             }
         }
+        Ok(openat2(&self.0, path, how)?)
     }
 
     /// A descriptor of what is at `path`, without opening it: for [`host_path`], and to connect to a socket.

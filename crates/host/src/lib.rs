@@ -31,6 +31,7 @@ pub mod state;
 pub mod statedir;
 pub mod sysctl;
 pub mod trust;
+mod underneath;
 pub mod users;
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    ffi::OsStr,
     fs::{self, File},
     io::{self, Read},
     os::unix::ffi::OsStrExt,
@@ -85,8 +84,6 @@ const EVIDENCE: &[&str] = &["exe", "maps", "cwd", "root", "mountinfo", "cmdline"
 /// Most bytes of one of these that are read: a process may move the borders of its environment (prctl(2), `PR_SET_MM`) until it is as large as
 /// its address space.
 const LONGEST: u64 = 64 << 20;
-/// What the kernel adds to the name of a file that was removed.
-const DELETED: &[u8] = b" (deleted)";
 
 /// The `names` that occur in the [`EVIDENCE`] about a process; none if it ends meanwhile.
 fn named_by<'a>(process: &Path, names: &'a [String]) -> io::Result<Vec<&'a String>> {
@@ -139,9 +136,7 @@ fn run_by<'a>(process: &Path, envs: &Path, names: &'a [String]) -> io::Result<Ve
 /// True if `link`, one of /proc, leads to a file of the directory `name` in `envs`. The kernel names that file `target`: in
 /// another mount namespace only the end is as it is here.
 fn is_in(link: &Path, target: &Path, envs: &Path, name: &str) -> io::Result<bool> {
-    let target = target.as_os_str().as_bytes();
-    let removed = target.strip_suffix(DELETED);
-    let mut parts = Path::new(OsStr::from_bytes(removed.unwrap_or(target))).components();
+    let mut parts = target.components();
     if !parts.any(|part| part.as_os_str() == name) {
         return Ok(false);
     }
@@ -154,17 +149,13 @@ fn is_in(link: &Path, target: &Path, envs: &Path, name: &str) -> io::Result<bool
     };
     let Some(run) = run else { return Ok(false) };
     let directory = Path::new(name);
-    Ok(match removed {
+    if run.st_nlink == 0 {
         // A repair has replaced it. No user can make a file of root's, or hide one of the host's in a memfd.
-        Some(_) => {
-            let is_beside = |found: FileStat| found.st_dev == run.st_dev;
-            run.st_nlink == 0 && is_trusted(run.st_uid) && below(envs, directory)?.is_some_and(is_beside)
-        }
-        None => {
-            let is_same = |found: FileStat| (found.st_dev, found.st_ino) == (run.st_dev, run.st_ino);
-            below(envs, &directory.join(parts.as_path()))?.is_some_and(is_same)
-        }
-    })
+        let is_beside = |found: FileStat| found.st_dev == run.st_dev;
+        return Ok(is_trusted(run.st_uid) && below(envs, directory)?.is_some_and(is_beside));
+    }
+    let is_same = |found: FileStat| (found.st_dev, found.st_ino) == (run.st_dev, run.st_ino);
+    Ok(below(envs, &directory.join(parts.as_path()))?.is_some_and(is_same))
 }
 
 /// Examines what is at `path` below `envs`; None if there is nothing, or if a user has mounted something on the way, which

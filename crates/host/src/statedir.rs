@@ -26,7 +26,10 @@ use nix::{
     unistd::{Gid, Uid, fchownat},
 };
 
-use super::files::{Owner, host_path, make_dir, remove_all_if_there, remove_if_there, sync_parent, write_atomic};
+use super::files::{
+    Owner, host_path, make_dir, open_only_path, open_uncovered, remove_all_if_there, remove_if_there, sync_parent,
+    write_atomic,
+};
 use crate::dumps::DUMPS;
 use hostapi::{Refusal, StateDir};
 
@@ -223,11 +226,16 @@ fn free_name(prefix: &Path, id: &str) -> PathBuf {
     (0..).map(name).find(|path| fs::symlink_metadata(path).is_err()).unwrap_or_else(|| name(0))
 }
 
-/// True for what a removal keeps if it shall keep the queue: `state`, a `state.<id>` that was moved aside, and dumps.
+/// True for what a removal keeps if it shall keep the queue: `state`, a `state.<id>` that was moved aside, and dumps. Also
+/// if something is mounted on it, which is not asked what it hides.
 pub fn is_kept(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    (name == DUMPS && path.is_dir())
-        || ((name == STATEDIR || name.starts_with("state.")) && path.is_dir() && path.join(ID).is_file())
+    let is_statedir = name == STATEDIR || name.starts_with("state.");
+    (is_statedir || name == DUMPS)
+        && match open_uncovered(path) {
+            Ok(directory) => !is_statedir || open_only_path(&host_path(&directory).join(ID)).is_ok(),
+            Err(error) => error.kind() == io::ErrorKind::CrossesDevices,
+        }
 }
 
 /// Gives the statedir to `owner`, unless owner and mode of its top directory show that this was completed before.

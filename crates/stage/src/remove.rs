@@ -4,9 +4,10 @@ use super::{claim, launch::BrokerView, links};
 use api::{PREFIX_CANDIDATES, RUN_DIR};
 use host::{
     Root,
-    files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there, unmount_users},
+    files::{aside, host_path, is_users, refuse_mounts, remove_all_if_there, remove_if_there},
     lock::{self, HostLock, LOCK, LOCK_REPLACING},
     machine,
+    mountinfo::Mount,
     state::{self, ENVIRONMENTS, STATE},
     statedir, sysctl, trust,
 };
@@ -65,8 +66,6 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
     if let Some(state) = &state {
         let prefix = root.path(&state.prefix);
         refuse_shared(state, machine::shared_by_nodes(&prefix))?;
-        let environments = prefix.join(ENVIRONMENTS);
-        unmount_users(&environments).map_err(|error| Refusal::io("unmount", &environments, &error))?;
         refuse_mounts_in_prefix(&prefix, order.keep_state)?;
     }
     let run_dir = root.path(RUN_DIR);
@@ -95,12 +94,16 @@ fn refuse_shared(state: &HostState, file_system: Option<&str>) -> Result<(), Ref
 }
 
 /// Refuses if anything is mounted inside the prefix. The prefix itself may be a mount point, and so may a kept
-/// statedir.
+/// statedir. What users have mounted in an environment that was open to them goes with it.
 fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusal> {
     let Ok(prefix) = prefix.canonicalize() else { return Ok(()) };
-    let is_spared = |point: &Path| {
-        let child = point.strip_prefix(&prefix).ok().and_then(|below| below.components().next());
-        child.is_none_or(|child| keep_state && statedir::is_kept(&prefix.join(child)))
+    let is_spared = |mount: &Mount| {
+        let child = mount.point.strip_prefix(&prefix).ok().and_then(|below| below.components().next());
+        let child = child.map(|child| prefix.join(child));
+        child.is_none_or(|child| match is_users(mount) {
+            true => child.ends_with(ENVIRONMENTS) || (keep_state && mount.point != child && statedir::is_kept(&child)),
+            false => keep_state && statedir::is_kept(&child),
+        })
     };
     refuse_mounts(&prefix, is_spared).map_err(|error| Refusal::io("remove", &prefix, &error))
 }

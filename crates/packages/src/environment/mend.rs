@@ -5,8 +5,7 @@
 //! has the old one open or mapped keeps it. No file is written in place. Of the files that no package contains, those of
 //! other users are removed, since root would run what they wrote; the others never.
 //!
-//! In an environment that was open to other users, every file is replaced, and what no package contains is removed, whoever
-//! owns it: nothing there proves what it is.
+//! An environment that was open to other users is replaced as a whole: nothing there proves what it is.
 //!
 //! Names are resolved one directory at a time and never through a symlink: a directory that others could write to for a
 //! while may contain links to anywhere.
@@ -23,7 +22,7 @@ use crate::{
     environment::{
         build_tree, failed,
         opened::Opened,
-        records::{RECORDS, Tree, mode, read_own},
+        records::{RECORDS, mode, read_own},
         refused,
         transaction::{Environments, Workshop},
         verify::{compare, in_utf8},
@@ -33,7 +32,7 @@ use crate::{
 use base::error_chain;
 use host::{
     BrokerProcesses, HostLock, Root,
-    files::{host_path, open_directory, sync_file_system, unmount_users},
+    files::{host_path, open_in, open_uncovered, sync_file_system},
     lock::WAIT,
     state::{ENVIRONMENTS, environment},
     trust::is_trusted,
@@ -75,30 +74,28 @@ pub fn mend(
     }
     let mended = {
         let _host = HostLock::take(&Root::host(), prefix, WAIT)?;
-        let _environments = Environments::hold(prefix, broker)?;
+        let environments = Environments::hold(prefix, broker)?;
         if identity(&place) != Some(before) {
             return Err(failed(format!(
                 "{} was removed while it was being repaired; nothing was changed, and the next check looks at what is there now",
                 place.display()
             )));
         }
-        unmount_users(&place).map_err(|e| failure("unmount what other users have mounted in", &e))?;
-        let mending = Mending { place: &place, fresh: &fresh, moved: 0 };
-        match was_open {
-            false => mending.put_back(found),
-            true => mending.replace_all(found).map_err(|e| failure("replace", &e))?,
+        if was_open {
+            environments.replace(&fresh, digest).map_err(|e| failure("replace", &e))?;
+            opened.forget().map_err(|e| failure("forget what was open in", &e))?;
+            Mended { mended: found.into_iter().map(in_utf8).collect(), left: Vec::new() }
+        } else {
+            Mending { place: &place, fresh: &fresh, moved: 0 }.put_back(found)
         }
     };
     sync_file_system(&place).map_err(|e| failure("sync", &e))?;
-    if was_open && mended.left.is_empty() {
-        opened.forget().map_err(|e| failure("forget what was open in", &e))?;
-    }
     Ok(mended)
 }
 
 /// Device and inode, which distinguish the directory `path` from another one that gets its name later.
 fn identity(path: &Path) -> Option<(u64, u64)> {
-    let there = fs::symlink_metadata(path).ok().filter(Metadata::is_dir)?;
+    let there = open_uncovered(path).and_then(|directory| directory.metadata()).ok()?;
     Some((there.dev(), there.ino()))
 }
 
@@ -149,59 +146,6 @@ impl Mending<'_> {
         mended
     }
 
-    /// Replaces every file, and removes everything that no package contains. `found` is what is known to differ.
-    fn replace_all(mut self, found: Vec<Difference>) -> io::Result<Mended> {
-        let mut mended = Mended { mended: found.into_iter().map(in_utf8).collect(), left: Vec::new() };
-        let wanted = Tree::walk(self.fresh)?;
-        let mut left = |path: &Path, error: &io::Error| {
-            tracing::warn!(path = %path.display(), error = error_chain(error), "can't replace this");
-            mended.left.push(in_utf8(Difference { path: path.to_owned(), what: What::Replaced }));
-        };
-        for path in wanted.directories.keys() {
-            let made = match path.file_name() {
-                Some(_) => self.directory(path).map(drop),
-                None => open_directory(self.place).and_then(|top| set_rights(&top, &fs::symlink_metadata(self.fresh)?)),
-            };
-            made.unwrap_or_else(|error| left(path, &error));
-        }
-        let there = Tree::walk_and(self.place, None)?;
-        let is_wanted = |path: &Path| {
-            wanted.directories.contains_key(path) || wanted.files.contains_key(path) || wanted.links.contains_key(path)
-        };
-        let all = there.directories.keys().chain(there.files.keys()).chain(there.links.keys());
-        let all = all.chain(there.others.keys()).chain(&there.unreadable);
-        // Of a directory that no package contains, its content goes with it.
-        let strange = all.filter(|path| !is_wanted(path) && path.parent().is_none_or(is_wanted));
-        let mut removed = Vec::new();
-        for path in strange {
-            match self.remove(path) {
-                Ok(()) => removed.push(in_utf8(Difference { path: path.clone(), what: What::Extra })),
-                Err(error) => left(path, &error),
-            }
-        }
-        // Our own files come last: if the repair is interrupted, the damage is still detected.
-        let is_ours = |path: &&PathBuf| [RECORDS, ENVIRONMENT_MARKER].iter().any(|ours| *path == Path::new(ours));
-        let (ours, packages): (Vec<_>, Vec<_>) = wanted.files.keys().chain(wanted.links.keys()).partition(is_ours);
-        for path in packages.into_iter().chain(ours) {
-            let replaced = self.repair(&Difference { path: path.clone(), what: What::Replaced });
-            replaced.map_or_else(|error| left(path, &error), drop);
-        }
-        removed.retain(|found| !mended.mended.iter().any(|known| known.path == found.path));
-        mended.mended.extend(removed);
-        Ok(mended)
-    }
-
-    /// Moves what is at `path` out of the environment. The [`Workshop`] deletes it.
-    fn remove(&mut self, path: &Path) -> io::Result<()> {
-        let name = path.file_name().map(Path::new).ok_or(io::ErrorKind::InvalidInput)?;
-        let parent = descend(self.place, path.parent().unwrap_or(Path::new("")))?;
-        match self.move_away(&parent, name) {
-            // Gone meanwhile, such as a temporary name of Python's.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            moved => moved,
-        }
-    }
-
     /// Repairs one difference. Returns false if no package contains the file.
     fn repair(&mut self, difference: &Difference) -> io::Result<bool> {
         let path = &difference.path;
@@ -211,7 +155,7 @@ impl Mending<'_> {
             (_, Ok(wanted)) => wanted,
         };
         let Some(name) = path.file_name() else {
-            set_rights(&open_directory(self.place)?, &wanted)?;
+            set_rights(&open_uncovered(self.place)?, &wanted)?;
             return Ok(true);
         };
         let parent = path.parent().unwrap_or(Path::new(""));
@@ -247,20 +191,19 @@ impl Mending<'_> {
 
     /// Opens a directory of the environment. Creates or repairs it and its parents on the way.
     fn directory(&mut self, path: &Path) -> io::Result<File> {
-        let (mut at, mut below) = (open_directory(self.place)?, PathBuf::new());
+        let (mut at, mut below) = (open_uncovered(self.place)?, PathBuf::new());
         for part in names(path) {
             below.push(part);
             let wanted = fs::symlink_metadata(self.fresh.join(&below))?;
-            let next = host_path(&at).join(part);
-            at = match open_directory(&next) {
+            at = match open_in(&at, part.as_os_str()) {
                 Ok(next) if is_trusted(next.metadata()?.uid()) => next,
                 // Another user's, or something else.
                 found => {
                     if found.err().is_none_or(|error| error.kind() != io::ErrorKind::NotFound) {
                         self.move_away(&at, part)?;
                     }
-                    DirBuilder::new().mode(0o700).create(&next)?;
-                    open_directory(&next)?
+                    DirBuilder::new().mode(0o700).create(host_path(&at).join(part))?;
+                    open_in(&at, part.as_os_str())?
                 }
             };
             set_rights(&at, &wanted)?;
@@ -271,13 +214,13 @@ impl Mending<'_> {
     /// Moves what has `name` out of the environment.
     fn move_away(&mut self, parent: &File, name: &Path) -> io::Result<()> {
         self.moved += 1;
-        let fresh = open_directory(self.fresh)?;
+        let fresh = open_uncovered(self.fresh)?;
         fs::rename(host_path(parent).join(name), host_path(&fresh).join(format!(".replaced.{}", self.moved)))
     }
 }
 
 fn descend(root: &Path, path: &Path) -> io::Result<File> {
-    names(path).try_fold(open_directory(root)?, |at, part| open_directory(&host_path(&at).join(part)))
+    names(path).try_fold(open_uncovered(root)?, |at, part| open_in(&at, part.as_os_str()))
 }
 
 fn names(path: &Path) -> impl Iterator<Item = &Path> {

@@ -1,6 +1,6 @@
 //! What was found open to other users in an environment. A user who opened a file there can still write to it after it was
 //! closed, and what that user planted may belong to root by a rename. Closing would destroy that evidence, so it is kept
-//! beside the environment until a repair has replaced every file.
+//! beside the environment until a repair has replaced it.
 
 use std::{
     cell::OnceCell,
@@ -70,7 +70,7 @@ impl Opened {
         }
     }
 
-    /// Ends the list: every file was replaced, or the environment is gone.
+    /// Ends the list: the environment was replaced, or is gone.
     pub(crate) fn forget(&self) -> io::Result<()> {
         remove_if_there(&self.path)
     }

@@ -21,7 +21,7 @@ use crate::{
     fetch::archive,
 };
 use host::{
-    files::{HostRoot, host_path, open_directory, open_only_path},
+    files::{HostRoot, host_path, open_only_path, open_uncovered},
     mountinfo, trust,
 };
 
@@ -68,7 +68,7 @@ impl Tree {
     /// permissions from before.
     pub(crate) fn walk_and(root: &Path, opened: Option<&Opened>) -> io::Result<Self> {
         let mut tree = Self::default();
-        let below = HostRoot::at(root)?;
+        let below = HostRoot::at(&host_path(&open_uncovered(root)?))?;
         let mount = mountinfo::id(below.open_path(Path::new("/"))?)?;
         let mut next = vec![PathBuf::new()];
         while let Some(path) = next.pop() {
@@ -215,7 +215,7 @@ fn close(opened: &Opened, path: &Path, file: &File, found: &fs::Metadata) -> io:
 
 /// Reads one of our own files in the environment at `root`: a plain file of root's that nobody else can write.
 pub(crate) fn read_own(root: &Path, name: &str) -> io::Result<Vec<u8>> {
-    let content = trust::read(&open_directory(root)?.into(), root, name).map_err(io::Error::other)?;
+    let content = trust::read(&open_uncovered(root)?.into(), root, name).map_err(io::Error::other)?;
     content.ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
@@ -236,8 +236,10 @@ pub(crate) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, Record
         open_below(&HostRoot::at(root)?, path)?.take(MAX_METADATA).read_to_end(&mut text)?;
         Ok(serde_json::from_slice(&text)?)
     };
-    for path in tree.files.keys().filter(|path| is_package_record(path)) {
-        match read(path) {
+    for (path, found) in tree.files.iter().filter(|(path, _)| is_package_record(path)) {
+        // What others may write proves nothing, and its owner can keep a reader waiting (F_SETLEASE).
+        let is_roots = trust::is_trusted(found.uid()) && !is_open(found);
+        match if is_roots { read(path) } else { Err(io::ErrorKind::PermissionDenied.into()) } {
             Ok(record) => recorded_files.extend(record.paths_data.paths.into_iter().map(|entry| {
                 let as_packed = entry.path_type == PathType::HardLink && entry.prefix_placeholder.is_none();
                 let bytes = entry.size_in_bytes.filter(|_| as_packed);

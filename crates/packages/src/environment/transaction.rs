@@ -22,7 +22,7 @@ use crate::{
 };
 use host::{
     BrokerProcesses, Occupant, Root,
-    files::{refuse_mounts, remove_all_if_there, sync_file_system, unmount_users},
+    files::{exchange_in, is_users, open_only_path, refuse_mounts, remove_all_if_there, rename_in, sync_file_system},
     lock::{self, FileLock},
     occupants,
     room::{Room, says_full},
@@ -56,12 +56,6 @@ pub(crate) fn make_public_directory(path: &Path) -> Result<(), Refusal> {
     fs::create_dir(path).and_then(|()| readable()).map_err(|e| failed(format!("can't make {}: {e}", path.display())))
 }
 
-/// Removes what has a temporary name, and first what users have mounted in it.
-fn remove_temporary(path: &Path) -> io::Result<()> {
-    unmount_users(path)?;
-    remove_all_if_there(path)
-}
-
 /// A directory in `envs/` in which one repair at a time prepares its files. Its lock keeps other repairs out, and keeps
 /// [`Environments::drop_leftovers`] from removing the directory. It doesn't block installing, collecting, or a broker's
 /// start.
@@ -76,7 +70,7 @@ impl Workshop {
         let file = envs.join(MENDING_LOCK);
         let lock = lock::take(&file, lock::WAIT).map_err(|error| lock::refusal(&file, lock::WAIT, &error))?;
         let path = envs.join(format!(".{digest}{MENDING}"));
-        remove_temporary(&path).map_err(|e| failed(format!("can't remove {}: {e}", path.display())))?;
+        remove_all_if_there(&path).map_err(|e| failed(format!("can't remove {}: {e}", path.display())))?;
         make_public_directory(&path)?;
         Ok(Self { path, _lock: lock })
     }
@@ -89,7 +83,7 @@ impl Workshop {
 
 impl Drop for Workshop {
     fn drop(&mut self) {
-        if let Err(error) = remove_temporary(&self.path) {
+        if let Err(error) = remove_all_if_there(&self.path) {
             tracing::warn!(path = %self.path.display(), %error, "can't remove a repair's temporary files; the next repair does");
         }
     }
@@ -156,10 +150,9 @@ impl<'a> Environments<'a> {
     /// never leaves. Fails if the broker or a job uses it.
     pub(crate) fn clear(&self, digest: &str) -> Result<(), Refusal> {
         let place = self.place(digest);
-        match fs::symlink_metadata(&place) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            other => other.map_err(|e| self.failure("look into", &e))?,
-        };
+        if !self.has(digest).map_err(|e| self.failure("look into", &e))? {
+            return Ok(());
+        }
         let name = [digest.to_owned()];
         let found = self.used(&name).map_err(|e| self.failure("find the processes that use", &e))?;
         let occupant = match found.into_values().next() {
@@ -180,33 +173,71 @@ impl<'a> Environments<'a> {
     /// # Errors
     /// The file system's; `ResourceBusy` if something is mounted in it. The environment is unchanged then.
     pub(crate) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
-        unmount_users(&self.place(digest))?;
-        refuse_mounts(&self.place(digest), |_| false)?;
-        // Directories that were set aside earlier may still be there because a process uses them.
-        let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
-        let free = |path: &PathBuf| fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
-        let aside = names.take(MOST_OLD).map(|name| self.path.join(name)).find(free);
-        let aside = aside.ok_or_else(|| io::Error::other(format!("{MOST_OLD} of {digest} are still in use")))?;
-        fs::rename(self.place(digest), &aside)?;
+        refuse_mounts(&self.place(digest), is_users)?;
+        let aside = self.free_name(digest)?;
+        rename_in(&self.path, digest, &aside)?;
         // From here on no new process can find it under its name, so the check below sees every user.
         self.directory.sync_all()?;
         self.discard_aside(&aside, digest)
     }
 
-    fn discard_aside(&self, aside: &Path, digest: &str) -> io::Result<Option<Occupant>> {
-        let set_aside = aside.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let names = [digest.to_owned(), set_aside];
+    /// Puts the complete environment `fresh` in the place of another one, in one step: every process finds one of them.
+    /// The other one stays under a temporary name while a process uses it.
+    ///
+    /// # Errors
+    /// As for [`Self::discard`]; no environment was replaced then.
+    pub(crate) fn replace(&self, fresh: &Path, digest: &str) -> io::Result<()> {
+        refuse_mounts(&self.place(digest), is_users)?;
+        sync_file_system(fresh)?;
+        let aside = self.free_name(digest)?;
+        fs::rename(fresh, self.path.join(&aside))?;
+        exchange_in(&self.path, &aside, digest)?;
+        self.directory.sync_all()?;
+        match self.discard_aside(&aside, digest) {
+            Ok(None) => {}
+            Ok(Some(occupant)) => {
+                tracing::info!(%occupant, "the environment that was replaced stays until it is not used");
+            }
+            Err(error) => tracing::warn!(%error, "can't remove the environment that was replaced; the next run does"),
+        }
+        Ok(())
+    }
+
+    /// A name for an environment that is being removed.
+    fn free_name(&self, digest: &str) -> io::Result<String> {
+        // Directories that were set aside earlier may still be there because a process uses them.
+        let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
+        for name in names.take(MOST_OLD) {
+            if !self.has(&name)? {
+                return Ok(name);
+            }
+        }
+        Err(io::Error::other(format!("{MOST_OLD} of {digest} are still in use")))
+    }
+
+    /// True if `envs/` has something of this name. Does not ask what a user may have mounted over it.
+    fn has(&self, name: &str) -> io::Result<bool> {
+        match open_only_path(&self.path.join(name)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            found => found.map(|_| true),
+        }
+    }
+
+    /// Removes what was set aside under the name `aside`, unless a process uses it: then it gets its name back if that
+    /// is free.
+    fn discard_aside(&self, aside: &str, digest: &str) -> io::Result<Option<Occupant>> {
+        let names = [digest.to_owned(), aside.to_owned()];
         // If a new environment has the name meanwhile, its users don't count.
-        let replaced = fs::symlink_metadata(self.place(digest)).is_ok();
+        let replaced = self.has(digest)?;
         let looked_for = if replaced { &names[1..] } else { &names[..] };
         match self.used(looked_for).map(|found| found.into_values().next()) {
             Ok(None) => {
-                remove_temporary(aside)?;
+                remove_all_if_there(&self.path.join(aside))?;
                 if replaced { Ok(None) } else { Opened::of(&self.place(digest)).forget().map(|()| None) }
             }
             used_or_unknown => {
                 if !replaced {
-                    fs::rename(aside, self.place(digest))?;
+                    rename_in(&self.path, aside, digest)?;
                 }
                 used_or_unknown
             }
@@ -228,13 +259,15 @@ impl<'a> Environments<'a> {
     }
 
     fn drop_leftover(&self, entry: &fs::DirEntry) -> io::Result<()> {
-        let name = entry.file_name();
-        let Some(name) = name.to_str().and_then(|name| name.strip_prefix('.')) else { return Ok(()) };
+        let hidden = entry.file_name();
+        let Some((hidden, name)) = hidden.to_str().and_then(|hidden| Some((hidden, hidden.strip_prefix('.')?))) else {
+            return Ok(());
+        };
         let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
         match digest.filter(|digest| archive::is_digest(digest)) {
-            Some(digest) => self.discard_aside(&entry.path(), digest).map(drop),
+            Some(digest) => self.discard_aside(hidden, digest).map(drop),
             None if name.ends_with(MENDING) => match lock::take(&self.path.join(MENDING_LOCK), Duration::ZERO) {
-                Ok(_nobody_mends) => remove_temporary(&entry.path()),
+                Ok(_nobody_mends) => remove_all_if_there(&entry.path()),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
                 Err(e) => Err(e),
             },

@@ -18,6 +18,7 @@ use crate::{
     fetch::archive,
 };
 use host::{
+    files::open_uncovered,
     state::{ENVIRONMENTS, environment},
     trust::is_trusted,
 };
@@ -50,12 +51,15 @@ fn verify_one(
 ) -> Result<Verified, Refusal> {
     let path = environment(prefix, digest);
     let name = path.display();
-    if !path.is_dir() {
+    let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
+    if let Err(error) = open_uncovered(&path) {
+        if error.kind() == io::ErrorKind::CrossesDevices {
+            return Err(Refusal::new(format!("something is mounted on {name}: unmount it")));
+        }
         let there = ready(prefix).join(", ");
         let there = if there.is_empty() { "none" } else { &there };
         return Err(Refusal::new(format!("there is no environment {name}; those that exist: {there}")));
     }
-    let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
     let marker = read_marker(prefix, digest);
     let conda = marker.as_ref().map_or(true, |marker| marker.compiled_prefix.is_none());
     let compared = compare(&path, &path, conda, slice, progress).map_err(unreadable)?;
@@ -89,7 +93,7 @@ pub(crate) struct Compared {
 
 /// Compares the tree at `root` with the records in the tree at `recorded`, which may be the same. Skips the marker and
 /// the records themselves. Closes what others can write to before it looks into it, and reports that until a repair has
-/// replaced every file.
+/// replaced all of it.
 pub(crate) fn compare(
     root: &Path,
     recorded: &Path,

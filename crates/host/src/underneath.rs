@@ -1,0 +1,226 @@
+//! Works on a directory as its own file system has it, without what is mounted in it.
+//!
+//! A user who may write somewhere in a directory may mount there by FUSE, again and again. The kernel keeps such a mount
+//! from being removed or renamed only in the mount namespace in which it is, and takes it away there as soon as its mount
+//! point is removed in another one.
+
+use std::{fs::File, io, path::Path, thread};
+
+use nix::{
+    errno::Errno,
+    fcntl::{OFlag, RenameFlags, open, renameat2},
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sched::{CloneFlags, unshare},
+    sys::stat::Mode,
+};
+
+/// Runs `work` with `directory`, on a thread for which nothing is mounted in it, whatever users mount meanwhile. `work`
+/// must reach everything by that descriptor: on its thread, no path leads anywhere, not even in /proc.
+///
+/// Where this process's root is no mount that a mount namespace can do without (an initial ramfs, a chroot), or where the
+/// process may not make a namespace, `work` sees `directory` as everybody does.
+///
+/// # Errors
+/// If `directory` can't be opened; those of `work`.
+pub(crate) fn underneath<T: Send>(directory: &Path, work: impl FnOnce(&File) -> io::Result<T> + Send) -> io::Result<T> {
+    // What this makes of the thread's namespace ends with the thread.
+    let alone = || work(&uncover(directory).or_else(|_| open_to_list(directory))?);
+    thread::scope(|scope| scope.spawn(alone).join()).unwrap_or_else(|_| Err(io::Error::other("the thread ended early")))
+}
+
+/// Renames `from`, in `directory`, to the name `to`, also if a user has mounted something over it.
+///
+/// # Errors
+/// If it can't be renamed.
+pub fn rename_in(directory: &Path, from: &str, to: &str) -> io::Result<()> {
+    underneath(directory, |directory| Ok(renameat2(directory, from, directory, to, RenameFlags::empty())?))
+}
+
+/// Exchanges `one` and `other`, in `directory`, in one step, as [`rename_in`].
+///
+/// # Errors
+/// If they can't be exchanged, such as because the file system has no such operation.
+pub fn exchange_in(directory: &Path, one: &str, other: &str) -> io::Result<()> {
+    underneath(directory, |directory| Ok(renameat2(directory, one, directory, other, RenameFlags::RENAME_EXCHANGE)?))
+}
+
+fn uncover(directory: &Path) -> nix::Result<File> {
+    unshare(CloneFlags::CLONE_NEWNS)?;
+    let none = None::<&Path>;
+    // Nothing that is done here shows in the host's namespace, nor the other way round.
+    mount(none, Path::new("/"), none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+    // Without MS_REC, so without what is mounted inside.
+    mount(Some(directory), directory, none, MsFlags::MS_BIND, none)?;
+    let uncovered = open_to_list(directory)?;
+    umount2(Path::new("/"), MntFlags::MNT_DETACH)?;
+    Ok(uncovered)
+}
+
+fn open_to_list(directory: &Path) -> Result<File, Errno> {
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    Ok(File::from(open(directory, flags, Mode::empty())?))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        ffi::OsStr,
+        fs,
+        os::{fd::AsRawFd, unix::ffi::OsStrExt, unix::fs::symlink},
+        sync::atomic::{AtomicBool, Ordering},
+    };
+
+    use super::*;
+    use crate::{
+        files::{host_path, remove_all_if_there},
+        mountinfo,
+        needs::{Need, skips_without},
+        removal::tests::nest,
+    };
+
+    /// Mounts a FUSE file system as the program of user 500 does. Nobody serves it.
+    fn mount_as_user(point: &Path) -> File {
+        try_to_mount_as_user(point).unwrap()
+    }
+
+    fn try_to_mount_as_user(point: &Path) -> io::Result<File> {
+        let device = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse")?;
+        let fd = device.as_raw_fd();
+        let options = format!("fd={fd},rootmode=40000,user_id=500,group_id=500,allow_other");
+        mount(Some("theirs"), point, Some("fuse"), MsFlags::MS_NOSUID, Some(&*options))?;
+        Ok(device)
+    }
+
+    fn is_mounted_in(directory: &Path) -> bool {
+        mountinfo::own().unwrap().iter().any(|mount| mount.point.starts_with(directory))
+    }
+
+    #[test]
+    fn a_users_mount_goes_with_its_directory_whatever_bytes_its_name_has() {
+        if skips_without([Need::Fuse]) {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        for theirs in ["a", "a/b", "."].map(|way| directory.path().join("environment").join(way)) {
+            let theirs = theirs.join(OsStr::from_bytes(b"theirs\xff \n\\"));
+            fs::create_dir_all(&theirs).unwrap();
+            let _device = mount_as_user(&theirs);
+            remove_all_if_there(&directory.path().join("environment")).unwrap();
+            assert!(!is_mounted_in(directory.path()) && !directory.path().join("environment").exists());
+        }
+    }
+
+    #[test]
+    fn a_users_mount_goes_with_its_directory_however_long_the_way_to_it_is() {
+        if skips_without([Need::Fuse]) {
+            return;
+        }
+        let environment = tempfile::tempdir().unwrap();
+        let theirs = environment.path().join("s");
+        fs::create_dir_all(theirs.join("m")).unwrap();
+        let _device = mount_as_user(&theirs.join("m"));
+        let deep = nest(environment.path(), &"d".repeat(200), 30);
+        fs::rename(&theirs, host_path(&deep).join("s")).unwrap();
+        remove_all_if_there(environment.path()).unwrap();
+        assert!(!is_mounted_in(environment.path()) && !environment.path().exists());
+    }
+
+    /// A directory that is open may be the user's to mount on, too.
+    #[test]
+    fn what_a_user_mounted_over_a_directory_or_a_file_is_not_asked_and_goes_with_it() {
+        if skips_without([Need::Fuse]) {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let theirs = directory.path().join("theirs");
+        fs::create_dir(&theirs).unwrap();
+        let _device = mount_as_user(&theirs);
+        let moved = directory.path().join("moved");
+        rename_in(directory.path(), "theirs", "moved").unwrap();
+        assert!(is_mounted_in(&moved));
+        remove_all_if_there(&moved).unwrap();
+        assert!(!is_mounted_in(directory.path()));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_removal_ends_while_users_mount_in_it() {
+        if skips_without([Need::Fuse]) {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let environment = directory.path().join("environment");
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let theirs = environment.join("theirs");
+                while !stop.load(Ordering::Relaxed) {
+                    // A user who is in the directory mounts there whatever happens to the way to it.
+                    if fs::create_dir_all(&theirs).is_ok()
+                        && let Ok(device) = try_to_mount_as_user(&theirs)
+                    {
+                        drop(device);
+                    }
+                }
+            });
+            for _ in 0..100 {
+                let removed = remove_all_if_there(&environment);
+                // The thread has filled again what was just emptied.
+                removed.unwrap_or_else(|error| assert_eq!(error.kind(), io::ErrorKind::DirectoryNotEmpty));
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        remove_all_if_there(&environment).unwrap();
+        assert!(!is_mounted_in(directory.path()));
+    }
+
+    #[test]
+    fn what_root_has_mounted_stays_and_keeps_all_around_it() {
+        if skips_without([Need::Fuse]) {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let (inside, file) = (directory.path().join("ours"), directory.path().join("file"));
+        fs::create_dir(&inside).unwrap();
+        fs::write(&file, "").unwrap();
+        mount(Some("ours"), &inside, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        let error = remove_all_if_there(directory.path()).unwrap_err();
+        assert!(error.to_string().contains("ours: unmount it"), "{error}");
+        assert!(is_mounted_in(&inside) && file.exists());
+        nix::mount::umount(&inside).unwrap();
+    }
+
+    /// The way to a user's mount is the user's, who can exchange a directory on it for a symlink at any moment.
+    #[test]
+    fn no_mount_of_the_host_is_unmounted_in_place_of_a_users() {
+        if skips_without([Need::Fuse]) {
+            return;
+        }
+        let (directory, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let environment = directory.path().join("environment");
+        let (theirs, link, ours) = (environment.join("a"), environment.join("b"), outside.path().join("home"));
+        fs::create_dir(&ours).unwrap();
+        mount(Some("ours"), &ours, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        for _ in 0..50 {
+            fs::create_dir_all(theirs.join("home")).unwrap();
+            symlink(outside.path(), &link).unwrap();
+            let _device = mount_as_user(&theirs.join("home"));
+            let stop = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        let flags = nix::fcntl::RenameFlags::RENAME_EXCHANGE;
+                        let here = nix::fcntl::AT_FDCWD;
+                        let _ = nix::fcntl::renameat2(here, &theirs, here, &link, flags);
+                    }
+                });
+                let _ = remove_all_if_there(&environment);
+                stop.store(true, Ordering::Relaxed);
+            });
+            assert!(is_mounted_in(&ours), "a mount of the host is gone");
+            remove_all_if_there(&environment).unwrap();
+            assert!(!is_mounted_in(directory.path()));
+        }
+        nix::mount::umount(&ours).unwrap();
+    }
+}
