@@ -78,10 +78,14 @@ missing() {
 find_binary() {
     export PATH="$PATH:$HOME/.cargo/bin"
     command -v rustc >/dev/null || [ -n "${BINARY:-}" ] || return 1
-    binary=${BINARY:-${CARGO_TARGET_DIR:-target}/$(rustc --print host-tuple)/debug/flux-distribute}
-    [ -x "$binary" ]
+    local profile
+    for profile in debug release; do
+        binary=${BINARY:-${CARGO_TARGET_DIR:-target}/$(rustc --print host-tuple)/$profile/flux-distribute}
+        [ ! -x "$binary" ] || return 0
+    done
+    return 1
 }
-run() { echo "+ flux-distribute $*"; "${sudo[@]}" "$binary" "$@"; }
+run() { echo "+ ${sudo[*]:+${sudo[*]} }$binary $*"; "${sudo[@]}" "$binary" "$@"; }
 
 if [ "${1:-}" = down ]; then
     find_binary || fail "no flux-distribute is built here: \`make build\`, or set BINARY to the one that brought the demo up"

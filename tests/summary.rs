@@ -45,7 +45,7 @@ fn summary(said: &str, code: i32, arguments: &[&str]) -> (Vec<String>, i32) {
     (summary.lines().map(str::to_owned).collect(), output.status.code().unwrap())
 }
 
-const NO_FLUX: &str = "there is no Flux in /opt/flux; FLUX_PREFIX names another place";
+const NO_FLUX: &str = "there is no Flux in /opt/flux; name another place by FLUX_PREFIX";
 
 #[test]
 fn tests_that_ended_early_do_not_count_as_passed_and_are_counted_by_need() {

@@ -235,6 +235,27 @@ fn a_directory_without_flux_is_not_bundled() {
     assert_eq!(inspected.unwrap_err().exit_code(), 2);
 }
 
+/// Without its configuration, Flux loads another scheduler, and says so nowhere.
+#[test]
+fn a_flux_whose_configuration_is_elsewhere_is_packed_with_a_warning() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, out) = (directory.path().join("from"), directory.path().join("flux.tar.gz"));
+    installed_flux(&from);
+    for (configuration, is_packed) in [("/etc/flux", false), ("/opt/flux/etc/flux", true)] {
+        fs::write(
+            from.join("bin/flux"),
+            format!("#!/bin/sh\n[ \"$*\" = 'config builtin confdir' ] && echo {configuration}\n"),
+        )
+        .unwrap();
+        let said = create(&from, &out).unwrap();
+        assert_eq!(
+            !said.contains("warning: this Flux reads /etc/flux, which is not in the bundle"),
+            is_packed,
+            "{said}"
+        );
+    }
+}
+
 /// A bundle with entries that no honest tool writes.
 struct Forged(tar::Builder<GzEncoder<Vec<u8>>>);
 

@@ -102,7 +102,10 @@ impl Need {
             Self::Flux => {
                 let prefix = flux_prefix();
                 let is_there = prefix.join("bin/flux").is_file();
-                unless(is_there, &format!("there is no Flux in {}; FLUX_PREFIX names another place", prefix.display()))
+                unless(
+                    is_there,
+                    &format!("there is no Flux in {}; name another place by FLUX_PREFIX", prefix.display()),
+                )
             }
             Self::Fluxion => Self::Flux.lacking().or_else(|| {
                 let prefix = flux_prefix();
@@ -116,7 +119,7 @@ impl Need {
                 });
                 unless(is_there, "KUBEBUILDER_ASSETS names no directory with etcd and kube-apiserver")
             }
-            Self::Kubectl => unless(kubectl().is_some(), "there is no kubectl in PATH; KUBECTL names another place"),
+            Self::Kubectl => unless(kubectl().is_some(), "there is no kubectl in PATH; name another place by KUBECTL"),
             Self::Systemd => {
                 let is_allowed = env::var_os("FLUX_DISTRIBUTE_TEST_SYSTEMD").is_some();
                 unless(Path::new("/run/systemd/system").is_dir(), "systemd does not run here").or_else(|| {

@@ -83,6 +83,7 @@ pub fn explain_end(tail: &str) -> String {
     let telling = || lines().filter(|line| TELLING.iter().any(|word| line.contains(word)));
     let was_up = lines().any(|line| line.contains(WAS_UP));
     let line = if was_up { telling().next() } else { telling().next_back() };
+    let line = line.map(|line| raised(tail, line).unwrap_or(line));
     let said = line.is_some() || !was_up;
     let line = line.or_else(|| lines().next());
     match line.map(without_level) {
@@ -93,6 +94,14 @@ pub fn explain_end(tail: &str) -> String {
         ),
         None => "the broker's log is empty".to_owned(),
     }
+}
+
+/// The line that names what a Python program raised, if `line` begins its report: the lines between them, which are
+/// indented, only say where.
+fn raised<'a>(tail: &'a str, line: &str) -> Option<&'a str> {
+    let start = line.strip_suffix("Traceback (most recent call last):")?;
+    let mut after = tail.lines().skip_while(|other| other.trim() != line).skip(1);
+    after.find(|other| other.trim_start().strip_prefix(start).is_some_and(|rest| !rest.starts_with(' ')))
 }
 
 /// Removes the log level, such as `<6>`, with which a broker marks each line on stderr for systemd's journal.
@@ -131,6 +140,18 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+
+    #[test]
+    fn of_a_python_programs_report_the_line_that_names_the_error_is_told() {
+        let tail = "<6>broker.info[0]: start: none->join 0.4ms\n\
+            <3>broker.err[0]: rc1.0: Traceback (most recent call last):\n\
+            <3>broker.err[0]: rc1.0:   File \"/usr/lib/flux/cmd/flux-modprobe.py\", line 1, in <module>\n\
+            <3>broker.err[0]: rc1.0:     import flux\n\
+            <3>broker.err[0]: rc1.0: ImportError: libpython3.11.so.1.0: cannot open shared object file\n\
+            <3>broker.err[0]: rc1.0: /etc/flux/rc1 Exited (rc=1) 0.1s\n";
+        let expected = "broker.err[0]: rc1.0: ImportError: libpython3.11.so.1.0: cannot open shared object file";
+        assert_eq!(explain_end(tail), expected);
+    }
 
     #[test]
     fn one_line_says_why_a_broker_ended() {

@@ -86,7 +86,6 @@ pub enum LocalCommand {
     /// Stop everything and remove everything that `local up` made
     Down,
     /// Cut a node's power, or switch it on again
-    #[command(hide = true)]
     Node {
         /// The node, such as node2
         node: String,

@@ -114,6 +114,14 @@ pub enum LocalError {
     /// The daemon refused a request, for this reason.
     #[error("{0}")]
     Daemon(String),
+    /// The API server refused a request.
+    #[error("{what}: {why}")]
+    Refused {
+        /// `can't <do something> <object>`.
+        what: String,
+        /// The server's words.
+        why: String,
+    },
     /// An operation failed.
     #[error("{what}")]
     Failed {

@@ -20,9 +20,14 @@ pub(crate) async fn run(layout: &Layout, file: &Path) -> Result<(), LocalError> 
     let client = objects::client(layout, &layout.load()?)?;
     let wrong = |error: &dyn std::fmt::Display| LocalError::Usage(format!("can't read {}: {error}", file.display()));
     let text = std::fs::read_to_string(file).map_err(|error| wrong(&error))?;
-    let documents = serde_norway::Deserializer::from_str(&text).map(Option::<DynamicObject>::deserialize);
+    let documents = serde_norway::Deserializer::from_str(&text).map(Option::<serde_norway::Value>::deserialize);
     let found: Result<Vec<_>, _> = documents.collect();
-    for object in found.map_err(|error| wrong(&error))?.into_iter().flatten() {
+    let found = found.map_err(|error| wrong(&error))?.into_iter().flatten();
+    if found.clone().any(|document| !document.is_mapping()) {
+        return Err(wrong(&"it holds something else than Kubernetes objects"));
+    }
+    for document in found {
+        let object: DynamicObject = serde_norway::from_value(document).map_err(|error| wrong(&error))?;
         let types = object.types.clone().ok_or_else(|| wrong(&"an object has no kind"))?;
         let kind = GroupVersionKind::try_from(&types).map_err(|error| wrong(&error))?;
         let name = object.metadata.name.clone().or(object.metadata.generate_name.clone()).unwrap_or_default();
@@ -33,7 +38,12 @@ pub(crate) async fn run(layout: &Layout, file: &Path) -> Result<(), LocalError> 
             (Scope::Namespaced, Some(namespace)) => Api::namespaced_with(client.clone(), namespace, &resource),
             (Scope::Namespaced, None) => Api::default_namespaced_with(client.clone(), &resource),
         };
-        let made: DynamicObject = api.create(&PostParams::default(), &object).await.context(failed)?;
+        let made: DynamicObject = match api.create(&PostParams::default(), &object).await {
+            Err(kube::Error::Api(status)) => {
+                return Err(LocalError::Refused { what: failed(), why: status.message.clone() });
+            }
+            made => made.context(failed)?,
+        };
         print_line(&format!("{} {} created", types.kind, made.metadata.name.unwrap_or_default()))?;
     }
     Ok(())

@@ -4,6 +4,7 @@ use std::{
     fs::{self, File, TryLockError},
     io::{self, BufWriter, Write},
     path::{Path, PathBuf},
+    process::Command,
     sync::Arc,
 };
 
@@ -60,7 +61,8 @@ pub struct CreateBundle {
     pub platform: Vec<String>,
     /// The format of the result and of the progress. json: one object per line on stdout, each with `event`: `progress`
     /// and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds), then
-    /// `done` (file, url, size, sha256, kind, platforms, prefix or packages).
+    /// `done` (file, url, size, sha256, kind, platforms, prefix or packages, and warning
+    /// if the bundle lacks something).
     #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
     pub output: OutputFormat,
 }
@@ -72,6 +74,8 @@ struct CreatedBundle {
     bytes: u64,
     /// Number of archives; `None` for a tree.
     packages: Option<usize>,
+    /// What the bundle lacks, for people.
+    warning: Option<String>,
 }
 
 impl CreateBundle {
@@ -130,7 +134,8 @@ impl CreateBundle {
         let packed = pack::pack(&from, &manifest, out).map_err(|e| not_packed(e, &self.out))?;
         let (sha256, bytes) = finish(packed).map_err(write())?;
         aside.keep(&target).map_err(write())?;
-        Ok(CreatedBundle { manifest, sha256, bytes, packages: None })
+        let warning = lacks_configuration(&from, given, &manifest.prefix);
+        Ok(CreatedBundle { manifest, sha256, bytes, packages: None, warning })
     }
 
     fn target(&self) -> Result<PathBuf, BundleError> {
@@ -180,7 +185,7 @@ impl CreateBundle {
         fs::rename(&packed, self.target()?).map_err(FileError::on("write", &self.out))?;
         downloads.remove()?;
         let packages = Some(archives(&packages).len());
-        Ok(CreatedBundle { manifest: BundleManifest::packages(platforms), sha256, bytes, packages })
+        Ok(CreatedBundle { manifest: BundleManifest::packages(platforms), sha256, bytes, packages, warning: None })
     }
 
     /// Checks the free space: until the bundle is complete, the archives exist twice on disk. Skipped if the lock
@@ -199,6 +204,23 @@ impl CreateBundle {
         let (path, needed, free) = (self.parent().display().to_string(), size(needed), size(free));
         Err(BundleError::Room { path, needed, free })
     }
+}
+
+/// Flux reads its configuration, such as which scheduler to load, from a directory that was compiled into it: DIR/etc/flux,
+/// unless `configure` had another `--sysconfdir`. Then no node has it. None if it is in the tree, or if this Flux
+/// does not run here, such as one in a staging directory.
+fn lacks_configuration(from: &Path, given: &Path, prefix: &Path) -> Option<String> {
+    let asked = Command::new(from.join("bin/flux")).args(["config", "builtin", "confdir"]).output().ok()?;
+    let configuration = PathBuf::from(String::from_utf8(asked.stdout).ok()?.trim());
+    let is_packed = [from, given, prefix].iter().any(|tree| configuration.starts_with(tree));
+    (asked.status.success() && configuration.is_absolute() && !is_packed).then(|| {
+        format!(
+            "this Flux reads {}, which is not in the bundle: on a node without that directory Flux loads sched-simple, not \
+             Fluxion; configure Flux with --sysconfdir={}",
+            configuration.display(),
+            prefix.join("etc").display()
+        )
+    })
 }
 
 fn not_packed(error: PackError, out: &Path) -> BundleError {
@@ -280,7 +302,7 @@ impl Downloads {
 
 impl CreatedBundle {
     fn report(&self, path: &Path, output: OutputFormat) -> String {
-        let Self { manifest, sha256, bytes, packages } = self;
+        let Self { manifest, sha256, bytes, packages, warning } = self;
         let url = file_url(path);
         if output == OutputFormat::Json {
             let mut done = json!({
@@ -291,13 +313,18 @@ impl CreatedBundle {
                 Some(packages) => done["packages"] = json!(packages),
                 None => done["prefix"] = json!(manifest.prefix),
             }
+            if let Some(warning) = warning {
+                done["warning"] = json!(warning);
+            }
             return format!("{done}\n");
         }
         let content = match packages {
             Some(packages) => format!("{packages} packages for {}", manifest.platforms.join(" and ")),
             None => format!("{}, for {}", manifest.platform, manifest.prefix.display()),
         };
-        format!("{}\n{bytes} bytes, {content}\nsha256 {sha256}\n\n{}", path.display(), in_instance(&url, sha256))
+        let warning = warning.as_ref().map_or(String::new(), |warning| format!("warning: {warning}\n"));
+        let instance = in_instance(&url, sha256);
+        format!("{}\n{bytes} bytes, {content}\nsha256 {sha256}\n{warning}\n{instance}", path.display())
     }
 }
 
