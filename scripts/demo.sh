@@ -113,7 +113,7 @@ if [ -z "${BINARY:-}" ]; then
     export PATH="$PATH:$HOME/.cargo/bin"
     cargo build --locked
 fi
-find_binary || fail "there is no $binary"
+find_binary || fail "cargo built no flux-distribute"
 
 source=()
 [ -z "${BUNDLE:-}" ] || source+=(--bundle "$BUNDLE")

@@ -103,16 +103,16 @@ fn a_gang_of_pods_runs_beside_a_host_job_and_gives_its_cores_back() {
         let is_shown = |line: &str| line.split_whitespace().eq(["default", name, "Running", node.as_str()]);
         assert!(shown.lines().any(is_shown), "{shown}");
     }
-    let again = tempfile::NamedTempFile::new().unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
     for (text, words) in [
         (
             "{apiVersion: v1, kind: Pod, metadata: {name: g0, namespace: default}, spec: {containers: [{name: c, image: x}]}}",
             "pods \"g0\" already exists",
         ),
-        ("# flux-distribute\n\nwords", "it holds something else than Kubernetes objects"),
+        ("# flux-distribute\n\nwords", "it holds something that is not a Kubernetes object"),
     ] {
-        fs::write(again.path(), text).unwrap();
-        let refused = cluster.run(&["create", again.path().to_str().unwrap()]);
+        fs::write(file.path(), text).unwrap();
+        let refused = cluster.run(&["create", file.path().to_str().unwrap()]);
         let said = String::from_utf8_lossy(&refused.stderr);
         assert!(!refused.status.success() && said.trim_end().ends_with(words), "{refused:?}");
     }

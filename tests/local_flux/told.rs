@@ -1,6 +1,11 @@
 //! What the instance says of itself: its one line, its conditions, its Events.
 
-use std::{fs, process::Stdio, time::Instant};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    process::Stdio,
+    time::Instant,
+};
 
 use api::{ANNOTATION_RESTART, CONDITION_POD_READY, FluxInstance, FluxNode, INSTANCE};
 use k8s_openapi::api::core::v1::{Event, Node, Pod};
@@ -257,4 +262,19 @@ fn a_pod_that_ends_before_its_hosts_jobs_says_so_in_its_message_and_an_event() {
         let nodes = cluster.wait(cluster.api::<FluxNode>().list(&ListParams::default())).unwrap();
         nodes.items.is_empty().then_some(())
     });
+}
+
+/// Without its lead, Flux lets most commands wait and says nothing.
+#[test]
+fn a_command_of_flux_that_waits_for_rank_0_is_explained() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let (lead, other) = (cluster.holder(0), cluster.holder(1));
+    cluster.must(&["node", &lead, "power-off"]);
+    let mut waiting = cluster.command(&["exec", &other, "--", "flux", "jobs"]);
+    let mut waiting = waiting.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = String::new();
+    BufReader::new(waiting.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
+    waiting.kill().unwrap();
+    waiting.wait().unwrap();
+    assert!(said.contains("the broker of rank 0 does not answer"), "{said}");
 }

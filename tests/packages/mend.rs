@@ -253,20 +253,46 @@ async fn a_file_system_that_a_user_mounted_in_an_open_environment_keeps_nothing_
 
 /// Where an older version left the top of an environment open, a user may mount over all of it.
 #[tokio::test]
-async fn an_environment_over_which_a_user_mounted_a_file_system_is_named_and_built_again() {
+async fn an_environment_over_which_a_user_mounted_a_file_system_is_built_again() {
     if skips_without([Need::Fuse]) {
         return;
     }
     let (host, set, _channel) = installed().await;
     let environment = host.environment(&set);
     std::mem::forget(mount_as_user(&environment, 0o40000));
-    let order = VerifyOrder { prefix: host.prefix().to_owned(), digest: Some(set.digest()), slice: None, idle: false };
-    let error = packages::verify(&order, &mut |_| {}).unwrap_err().to_string();
-    assert!(error.ends_with("unmount it"), "{error}");
+    let is_mounted = || fs::read_to_string("/proc/self/mounts").unwrap().contains(host.prefix().to_str().unwrap());
     host.link(&set).await.unwrap();
     assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
-    assert!(!mounts.contains(host.prefix().to_str().unwrap()), "{mounts}");
+    assert!(!is_mounted());
+
+    // An installation does not replace one that is in use. A repair does.
+    std::mem::forget(mount_as_user(&environment, 0o40000));
+    assert_eq!(named(&verify(host.prefix(), &set.digest()).differences), ["unreadable "]);
+    assert_eq!(mend(&host, &set).await.unwrap().left, []);
+    assert_eq!(verify(host.prefix(), &set.digest()).differences, []);
+    assert!(!is_mounted());
+}
+
+/// What a user mounted in a directory that somebody gave to that user can't be replaced in place.
+#[tokio::test]
+async fn an_environment_in_which_a_user_has_mounted_a_file_system_is_replaced_as_a_whole() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let (host, set, _channel) = installed().await;
+    let at = |path: &str| host.environment(&set).join(path);
+    let is_mounted = || fs::read_to_string("/proc/self/mounts").unwrap().contains(host.prefix().to_str().unwrap());
+    for (path, mode, root) in [("lib", 0o755, 0o40000), ("share", 0o777, 0o40000), ("share/big", 0o666, 0o100_000)] {
+        if mode == 0o755 {
+            std::os::unix::fs::chown(at(path), Some(500), Some(500)).unwrap();
+        }
+        fs::set_permissions(at(path), fs::Permissions::from_mode(mode)).unwrap();
+        std::mem::forget(mount_as_user(&at(path), root));
+        assert_ne!(verify(host.prefix(), &set.digest()).differences, [], "{path}");
+        assert_eq!(mend(&host, &set).await.unwrap().left, [], "{path}");
+        assert_eq!(verify(host.prefix(), &set.digest()).differences, [], "{path}");
+        assert!(!is_mounted(), "{path}");
+    }
 }
 
 /// Whoever owns a file can have the kernel ask them before anybody else opens it, for 45 s.
@@ -295,7 +321,7 @@ async fn no_look_waits_for_a_lease_that_a_user_has_on_a_file() {
     assert!(differences.unwrap().unwrap().contains(&"owner conda-meta/theirs.json".to_owned()));
 }
 
-/// Jobs go on with the files that they have; what root did not plant is gone from the place where others look.
+/// Jobs go on with the files that they have; what no package has is gone from under the environment's name.
 #[tokio::test]
 async fn an_open_environment_is_replaced_beside_the_process_that_uses_it() {
     let (host, set, _channel) = installed().await;

@@ -169,7 +169,9 @@ async fn a_bad_peer_is_dropped_with_one_log_line_and_another_server_is_used() {
         let (log, host, before) = (Log::default(), Host::new(), server.sent());
         let fetched = {
             let _guard = log.listen();
-            host.fetch_from(&set, &quick(), &from(&[&address])).await.unwrap()
+            // On a busy machine, a peer that is not silent may take its time.
+            let http = if case == "silent" { quick() } else { http() };
+            host.fetch_from(&set, &http, &from(&[&address])).await.unwrap()
         };
         assert_eq!(server.sent() - before, from_source, "{case}");
         assert_eq!(fetched.from_peers, all - from_source, "{case}");

@@ -2,6 +2,7 @@
 //! without following the host's symlinks into our own root.
 
 use std::{
+    ffi::OsStr,
     fs::{self, File, OpenOptions, Permissions},
     io::{self, Write},
     os::{
@@ -22,13 +23,13 @@ use nix::{
 };
 
 pub use super::{
-    removal::{is_users, open_in, refuse_mounts, remove_all_if_there},
+    removal::{open_in, refuse_mounts, remove_all_if_there},
     underneath::{exchange_in, rename_in},
 };
 use hostapi::Refusal;
 
-/// How often a file is opened again that the kernel could not find because of a rename.
-const MOST_RACES: usize = 1000;
+/// Most tries to open a file while the kernel answers EAGAIN.
+const MOST_TRIES: usize = 1000;
 
 /// An operation on a file or directory failed.
 #[derive(Debug, thiserror::Error)]
@@ -212,6 +213,17 @@ pub fn set_times(path: &Path, seconds: i64) -> io::Result<()> {
     Ok(utimensat(AT_FDCWD, path, &time, &time, UtimensatFlags::NoFollowSymlink)?)
 }
 
+/// The directory that `path` is in, and its name there.
+///
+/// # Errors
+/// `InvalidInput` if the path ends in no name, such as `/` or `..`.
+pub(crate) fn split(path: &Path) -> io::Result<(&Path, &OsStr)> {
+    let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "the path ends in no name");
+    let name = path.file_name().ok_or_else(no_name)?;
+    let above = path.parent().filter(|above| !above.as_os_str().is_empty());
+    Ok((above.unwrap_or(Path::new(".")), name))
+}
+
 /// Opens a regular file for reading. Anything else is an error: reading a pipe could block, and a device has no end.
 ///
 /// # Errors
@@ -233,16 +245,23 @@ pub fn open_directory(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags((OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits()).open(path)
 }
 
-/// Opens a directory, unless something is mounted on it: a user who could write to it once may have mounted what never
-/// answers.
+/// Opens a directory, unless something is mounted on it: what a user has mounted may never answer.
 ///
 /// # Errors
 /// As for [`open_directory`]; `CrossesDevices` if something is mounted on it.
 pub fn open_uncovered(path: &Path) -> io::Result<File> {
-    let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is no directory in another one"));
-    };
+    let (above, name) = split(path)?;
     open_in(&File::open(above)?, name)
+}
+
+/// Examines `name` in `directory`, a symlink itself.
+///
+/// # Errors
+/// If there is nothing; `CrossesDevices` if something is mounted on it.
+pub fn look_in(directory: &File, name: &OsStr) -> io::Result<fs::Metadata> {
+    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let how = OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_NO_XDEV);
+    File::from(openat2(directory, name, how)?).metadata()
 }
 
 /// A descriptor of what is at `path`, a symlink too, without opening it; see [`host_path`].
@@ -260,7 +279,11 @@ pub fn stays_below(path: &Path) -> bool {
 
 /// The host's root directory as the pod sees it. Paths and symlinks are resolved inside it, as if it were `/`.
 #[derive(Debug)]
-pub struct HostRoot(OwnedFd);
+pub struct HostRoot {
+    top: OwnedFd,
+    /// Limits on the way to a file.
+    way: ResolveFlag,
+}
 
 impl HostRoot {
     /// The root of PID 1.
@@ -277,23 +300,32 @@ impl HostRoot {
     /// If it can't be opened.
     pub fn at(dir: &Path) -> io::Result<Self> {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        Ok(Self(nix::fcntl::open(dir, flags, Mode::empty())?))
+        Ok(Self { top: nix::fcntl::open(dir, flags, Mode::empty())?, way: ResolveFlag::empty() })
+    }
+
+    /// As [`Self::at`], without what is mounted in the directory or on it: what a user has mounted may never answer.
+    ///
+    /// # Errors
+    /// As for [`open_uncovered`].
+    pub fn without_mounts(dir: &Path) -> io::Result<Self> {
+        Ok(Self { top: open_uncovered(dir)?.into(), way: ResolveFlag::RESOLVE_NO_XDEV })
     }
 
     fn resolve(&self, path: &Path, flags: OFlag, mode: u32) -> io::Result<OwnedFd> {
         let how = OpenHow::new()
             .flags(flags | OFlag::O_CLOEXEC)
             .mode(Mode::from_bits_truncate(mode))
-            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-        for _ in 1..MOST_RACES {
-            match openat2(&self.0, path, how) {
-                // The kernel could not rule out that a concurrent rename led out of the root. Try again. But a lease that
-                // the file's owner holds (F_SETLEASE) gives the same answer, until the kernel ends the lease.
-                Err(Errno::EAGAIN) => {}
+            .resolve(self.way | ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        let mut tries = MOST_TRIES;
+        loop {
+            tries -= 1;
+            match openat2(&self.top, path, how) {
+                // A concurrent rename might have led out of the root: try again. But not for ever: while a user holds a
+                // lease on the file (F_SETLEASE), the answer is the same.
+                Err(Errno::EAGAIN) if tries > 0 => {}
                 other => return Ok(other?),
             }
         }
-        Ok(openat2(&self.0, path, how)?)
     }
 
     /// A descriptor of what is at `path`, without opening it: for [`host_path`], and to connect to a socket.
@@ -302,6 +334,14 @@ impl HostRoot {
     /// If the path can't be resolved.
     pub fn open_path(&self, path: &Path) -> io::Result<OwnedFd> {
         self.resolve(path, OFlag::O_PATH, 0)
+    }
+
+    /// As [`Self::open_path`], but of a symlink itself.
+    ///
+    /// # Errors
+    /// If the path can't be resolved.
+    pub fn open_link(&self, path: &Path) -> io::Result<File> {
+        Ok(File::from(self.resolve(path, OFlag::O_PATH | OFlag::O_NOFOLLOW, 0)?))
     }
 
     /// Opens the file or directory at `path` for reading. Does not block on a pipe, which other users may have put

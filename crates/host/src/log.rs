@@ -83,7 +83,10 @@ pub fn explain_end(tail: &str) -> String {
     let telling = || lines().filter(|line| TELLING.iter().any(|word| line.contains(word)));
     let was_up = lines().any(|line| line.contains(WAS_UP));
     let line = if was_up { telling().next() } else { telling().next_back() };
-    let line = line.map(|line| raised(tail, line).unwrap_or(line));
+    let line = line.map(|line| {
+        let after = if was_up { tail.rsplit_once(line) } else { tail.split_once(line) };
+        after.and_then(|(_, after)| raised(line, after)).unwrap_or(line)
+    });
     let said = line.is_some() || !was_up;
     let line = line.or_else(|| lines().next());
     match line.map(without_level) {
@@ -96,12 +99,13 @@ pub fn explain_end(tail: &str) -> String {
     }
 }
 
-/// The line that names what a Python program raised, if `line` begins its report: the lines between them, which are
-/// indented, only say where.
-fn raised<'a>(tail: &'a str, line: &str) -> Option<&'a str> {
+/// The line with the exception, if `line` begins a Python traceback and `after` follows it in the log. The indented lines
+/// between the two say only where it happened.
+fn raised<'a>(line: &str, after: &'a str) -> Option<&'a str> {
     let start = line.strip_suffix("Traceback (most recent call last):")?;
-    let mut after = tail.lines().skip_while(|other| other.trim() != line).skip(1);
-    after.find(|other| other.trim_start().strip_prefix(start).is_some_and(|rest| !rest.starts_with(' ')))
+    let is_exception =
+        |line: &&str| line.strip_prefix(start).is_some_and(|rest| !rest.is_empty() && !rest.starts_with(' '));
+    after.lines().map(str::trim_end).find(is_exception)
 }
 
 /// Removes the log level, such as `<6>`, with which a broker marks each line on stderr for systemd's journal.
@@ -142,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_a_python_programs_report_the_line_that_names_the_error_is_told() {
+    fn the_error_of_a_python_traceback_says_why_a_broker_ended() {
         let tail = "<6>broker.info[0]: start: none->join 0.4ms\n\
             <3>broker.err[0]: rc1.0: Traceback (most recent call last):\n\
             <3>broker.err[0]: rc1.0:   File \"/usr/lib/flux/cmd/flux-modprobe.py\", line 1, in <module>\n\

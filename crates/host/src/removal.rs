@@ -1,7 +1,7 @@
 //! Removes whole directories in which other users may still do things: mount, rename, exchange.
 
 use std::{
-    ffi::{CStr, OsStr, OsString},
+    ffi::{OsStr, OsString},
     fs::{self, File, Permissions},
     io,
     os::unix::{
@@ -20,6 +20,7 @@ use nix::{
 };
 
 use super::{
+    files::{absent_is_fine, split},
     mountinfo::{self, Mount},
     trust,
     underneath::underneath,
@@ -28,7 +29,9 @@ use super::{
 /// Most directories of one directory that [`remove_tree`] remembers: a user may have made any number.
 const MOST_NAMES: usize = 1000;
 /// Most levels of a tree at which [`remove_tree`] remembers directories: a user may have nested any number.
-const MOST_LISTED: usize = 64;
+const MOST_LEVELS: usize = 64;
+/// How often [`remove_tree`] lists a directory: a damaged one, or one that root's own processes fill, is never empty.
+const MOST_LISTS: u32 = 100_000;
 /// The right to write of group and others.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 
@@ -38,20 +41,23 @@ const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// # Errors
 /// If it can't be removed; as for [`refuse_mounts`], and then nothing was removed.
 pub fn remove_all_if_there(path: &Path) -> io::Result<()> {
-    let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is no file or directory to remove"));
-    };
-    // A relative path with one part.
-    let above = if above == Path::new("") { Path::new(".") } else { above };
+    let (above, name) = split(path)?;
     if let Err(error) = fs::symlink_metadata(above) {
-        return if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) };
+        return absent_is_fine(Err(error));
     }
-    refuse_mounts(path, is_users)?;
-    underneath(above, |above| match unlinkat(above, name, UnlinkatFlags::NoRemoveDir) {
+    refuse_mounts(path, Mount::is_by_user)?;
+    let removed = underneath(above, |above| match unlinkat(above, name, UnlinkatFlags::NoRemoveDir) {
         Ok(()) | Err(Errno::ENOENT) => Ok(()),
         Err(Errno::EISDIR) => remove_tree(above, name),
         Err(errno) => Err(errno.into()),
-    })
+    });
+    match removed {
+        // The removal met what users have mounted. The kernel's error does not say which mount is in the way.
+        Err(error) if matches!(error.kind(), io::ErrorKind::ResourceBusy | io::ErrorKind::CrossesDevices) => {
+            refuse_mounts(path, |_| false).and(Err(error))
+        }
+        removed => removed,
+    }
 }
 
 /// A directory on the way from the top of a removal to where it is.
@@ -60,6 +66,8 @@ struct Level {
     identity: (u64, u64),
     /// Some of the directories in it that are still to be removed.
     left: Vec<OsString>,
+    /// How often it was listed.
+    lists: u32,
 }
 
 /// Removes the directory `name` in `above`. However deep it is, this opens no more than a few directories at once, because
@@ -69,15 +77,20 @@ fn remove_tree(above: &File, name: &OsStr) -> io::Result<()> {
     let mut way = vec![top];
     while let Some(level) = way.last_mut() {
         if level.left.is_empty() {
-            level.left = remove_what_is_no_full_directory(&here)?;
+            level.lists += 1;
+            if level.lists > MOST_LISTS {
+                return Err(Errno::ENOTEMPTY.into());
+            }
+            level.left = empty_but_for_full_directories(&here)?;
         }
         if let Some(name) = level.left.pop() {
             match enter(&here, &name) {
                 Ok((below, level)) => {
                     here = below;
                     way.push(level);
-                    if let Some(high) = way.len().checked_sub(MOST_LISTED) {
-                        way[high].left = Vec::new();
+                    // Listed again on the way back.
+                    if let Some(forgotten) = way.len().checked_sub(MOST_LEVELS) {
+                        way[forgotten].left = Vec::new();
                     }
                 }
                 // Exchanged or removed meanwhile: the next look at this directory takes what is there now.
@@ -108,7 +121,7 @@ fn enter(above: &File, name: &OsStr) -> io::Result<(File, Level)> {
             tracing::debug!(?name, %error, "can't close this directory before its removal");
         }
     }
-    Ok((directory, Level { identity: (found.dev(), found.ino()), left: Vec::new() }))
+    Ok((directory, Level { identity: (found.dev(), found.ino()), left: Vec::new(), lists: 0 }))
 }
 
 /// Opens the directory that `here` was entered from, unless a user has moved `here` elsewhere meanwhile: the removal
@@ -117,7 +130,10 @@ fn back(here: &File, level: &Level) -> io::Result<File> {
     let above = open_in(here, OsStr::new(".."))?;
     let found = above.metadata()?;
     if (found.dev(), found.ino()) != level.identity {
-        return Err(io::Error::new(io::ErrorKind::ResourceBusy, "somebody moved a directory out of it meanwhile"));
+        return Err(io::Error::new(
+            io::ErrorKind::ResourceBusy,
+            "somebody moved a directory elsewhere during the removal",
+        ));
     }
     Ok(above)
 }
@@ -134,16 +150,18 @@ pub fn open_in(directory: &File, name: &OsStr) -> io::Result<File> {
     Ok(File::from(openat2(directory, name, how)?))
 }
 
-/// Removes what is in a directory except other directories that are not empty, and returns the first of these.
-fn remove_what_is_no_full_directory(directory: &File) -> io::Result<Vec<OsString>> {
+/// Removes everything in a directory except directories with content, and returns the names of up to [`MOST_NAMES`] of
+/// these.
+fn empty_but_for_full_directories(directory: &File) -> io::Result<Vec<OsString>> {
     let mut full = Vec::new();
     let mut listed = Dir::from_fd(open_in(directory, OsStr::new("."))?.into())?;
-    let is_itself = |name: &CStr| [c".", c".."].contains(&name);
     for entry in listed.iter() {
         let entry = entry?;
         let name = entry.file_name();
+        if [c".", c".."].contains(&name) {
+            continue;
+        }
         let removed = match unlinkat(directory, name, UnlinkatFlags::NoRemoveDir) {
-            Err(Errno::EISDIR) if is_itself(name) => continue,
             Err(Errno::EISDIR) => unlinkat(directory, name, UnlinkatFlags::RemoveDir),
             removed => removed,
         };
@@ -160,20 +178,13 @@ fn remove_what_is_no_full_directory(directory: &File) -> io::Result<Vec<OsString
     Ok(full)
 }
 
-/// True if a user has mounted it by FUSE who could not mount anything else.
-pub fn is_users(mount: &Mount) -> bool {
-    mount.fuse_user().is_some_and(|uid| !trust::is_trusted(uid))
-}
-
 /// Fails if something is mounted inside `directory`: it is not ours, and would go with its mount point. `is_spared` gets
 /// each mount (its point without symlinks) and is true for one that may go or is left alone.
 ///
 /// # Errors
 /// `ResourceBusy` with the first mount point; or if /proc can't be read.
 pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Mount) -> bool) -> io::Result<()> {
-    let (Some(above), Some(name)) = (directory.parent(), directory.file_name()) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is no directory to look into"));
-    };
+    let (above, name) = split(directory)?;
     // mountinfo lists paths without symlinks. The last part is not examined, because a user may have mounted something
     // over it.
     let directory = match above.canonicalize() {

@@ -227,15 +227,25 @@ fn free_name(prefix: &Path, id: &str) -> PathBuf {
 }
 
 /// True for what a removal keeps if it shall keep the queue: `state`, a `state.<id>` that was moved aside, and dumps. Also
-/// if something is mounted on it, which is not asked what it hides.
+/// true if what it holds is unknown, such as because something is mounted on it.
 pub fn is_kept(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let is_statedir = name == STATEDIR || name.starts_with("state.");
     (is_statedir || name == DUMPS)
         && match open_uncovered(path) {
-            Ok(directory) => !is_statedir || open_only_path(&host_path(&directory).join(ID)).is_ok(),
-            Err(error) => error.kind() == io::ErrorKind::CrossesDevices,
+            Ok(directory) => !is_statedir || may_be_there(&host_path(&directory).join(ID)),
+            Err(error) => match error.kind() {
+                io::ErrorKind::NotFound => false,
+                // A file of that name, or an administrator's symlink to another place.
+                io::ErrorKind::NotADirectory => fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()),
+                _ => true,
+            },
         }
+}
+
+/// False only if there certainly is nothing.
+fn may_be_there(path: &Path) -> bool {
+    !open_only_path(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// Gives the statedir to `owner`, unless owner and mode of its top directory show that this was completed before.

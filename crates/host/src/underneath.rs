@@ -1,10 +1,10 @@
 //! Works on a directory as its own file system has it, without what is mounted in it.
 //!
-//! A user who may write somewhere in a directory may mount there by FUSE, again and again. The kernel keeps such a mount
-//! from being removed or renamed only in the mount namespace in which it is, and takes it away there as soon as its mount
-//! point is removed in another one.
+//! A user who may write in a directory may mount there by FUSE, again and again. The kernel refuses to remove or rename a
+//! mount point only to a process in whose mount namespace the mount is. If a process in another namespace removes the
+//! mount point, the kernel takes the mount away everywhere.
 
-use std::{fs::File, io, path::Path, thread};
+use std::{fs::File, io, panic::resume_unwind, path::Path, thread};
 
 use nix::{
     errno::Errno,
@@ -17,15 +17,24 @@ use nix::{
 /// Runs `work` with `directory`, on a thread for which nothing is mounted in it, whatever users mount meanwhile. `work`
 /// must reach everything by that descriptor: on its thread, no path leads anywhere, not even in /proc.
 ///
-/// Where this process's root is no mount that a mount namespace can do without (an initial ramfs, a chroot), or where the
-/// process may not make a namespace, `work` sees `directory` as everybody does.
+/// If this process's root can't be detached from a mount namespace (an initial ramfs, a chroot), or if this process may not
+/// make one, `work` meets the mounts: the kernel refuses to remove or rename their mount points.
 ///
 /// # Errors
-/// If `directory` can't be opened; those of `work`.
+/// If no thread can be started, or `directory` can't be opened; those of `work`.
 pub(crate) fn underneath<T: Send>(directory: &Path, work: impl FnOnce(&File) -> io::Result<T> + Send) -> io::Result<T> {
     // What this makes of the thread's namespace ends with the thread.
-    let alone = || work(&uncover(directory).or_else(|_| open_to_list(directory))?);
-    thread::scope(|scope| scope.spawn(alone).join()).unwrap_or_else(|_| Err(io::Error::other("the thread ended early")))
+    let alone = || {
+        let opened = open_without_mounts(directory).or_else(|error| {
+            tracing::debug!(%error, directory = %directory.display(), "can't leave out what is mounted in it");
+            open_to_read(directory)
+        });
+        work(&opened?)
+    };
+    thread::scope(|scope| match thread::Builder::new().spawn_scoped(scope, alone)?.join() {
+        Ok(done) => done,
+        Err(panic) => resume_unwind(panic),
+    })
 }
 
 /// Renames `from`, in `directory`, to the name `to`, also if a user has mounted something over it.
@@ -44,19 +53,19 @@ pub fn exchange_in(directory: &Path, one: &str, other: &str) -> io::Result<()> {
     underneath(directory, |directory| Ok(renameat2(directory, one, directory, other, RenameFlags::RENAME_EXCHANGE)?))
 }
 
-fn uncover(directory: &Path) -> nix::Result<File> {
+fn open_without_mounts(directory: &Path) -> nix::Result<File> {
     unshare(CloneFlags::CLONE_NEWNS)?;
     let none = None::<&Path>;
     // Nothing that is done here shows in the host's namespace, nor the other way round.
     mount(none, Path::new("/"), none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
     // Without MS_REC, so without what is mounted inside.
     mount(Some(directory), directory, none, MsFlags::MS_BIND, none)?;
-    let uncovered = open_to_list(directory)?;
+    let opened = open_to_read(directory)?;
     umount2(Path::new("/"), MntFlags::MNT_DETACH)?;
-    Ok(uncovered)
+    Ok(opened)
 }
 
-fn open_to_list(directory: &Path) -> Result<File, Errno> {
+fn open_to_read(directory: &Path) -> Result<File, Errno> {
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     Ok(File::from(open(directory, flags, Mode::empty())?))
 }
@@ -67,7 +76,7 @@ mod tests {
         ffi::OsStr,
         fs,
         os::{fd::AsRawFd, unix::ffi::OsStrExt, unix::fs::symlink},
-        sync::atomic::{AtomicBool, Ordering},
+        sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     };
 
     use super::*;
@@ -127,7 +136,7 @@ mod tests {
 
     /// A directory that is open may be the user's to mount on, too.
     #[test]
-    fn what_a_user_mounted_over_a_directory_or_a_file_is_not_asked_and_goes_with_it() {
+    fn what_a_user_mounted_over_a_directory_is_not_asked_and_goes_with_it() {
         if skips_without([Need::Fuse]) {
             return;
         }
@@ -150,7 +159,7 @@ mod tests {
         }
         let directory = tempfile::tempdir().unwrap();
         let environment = directory.path().join("environment");
-        let stop = AtomicBool::new(false);
+        let (stop, mounted) = (AtomicBool::new(false), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let theirs = environment.join("theirs");
@@ -159,6 +168,7 @@ mod tests {
                     if fs::create_dir_all(&theirs).is_ok()
                         && let Ok(device) = try_to_mount_as_user(&theirs)
                     {
+                        mounted.fetch_add(1, Ordering::Relaxed);
                         drop(device);
                     }
                 }
@@ -171,7 +181,7 @@ mod tests {
             stop.store(true, Ordering::Relaxed);
         });
         remove_all_if_there(&environment).unwrap();
-        assert!(!is_mounted_in(directory.path()));
+        assert!(!is_mounted_in(directory.path()) && mounted.into_inner() > 0);
     }
 
     #[test]

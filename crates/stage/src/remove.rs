@@ -4,7 +4,7 @@ use super::{claim, launch::BrokerView, links};
 use api::{PREFIX_CANDIDATES, RUN_DIR};
 use host::{
     Root,
-    files::{aside, host_path, is_users, refuse_mounts, remove_all_if_there, remove_if_there},
+    files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there},
     lock::{self, HostLock, LOCK, LOCK_REPLACING},
     machine,
     mountinfo::Mount,
@@ -93,17 +93,17 @@ fn refuse_shared(state: &HostState, file_system: Option<&str>) -> Result<(), Ref
     )))
 }
 
-/// Refuses if anything is mounted inside the prefix. The prefix itself may be a mount point, and so may a kept
-/// statedir. What users have mounted in an environment that was open to them goes with it.
+/// Refuses if anything is mounted inside the prefix, except in a statedir that is kept. The prefix itself may be a mount
+/// point. What users have mounted in environments goes with them. A user's mount over a statedir is refused: what it
+/// hides is unknown.
 fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusal> {
     let Ok(prefix) = prefix.canonicalize() else { return Ok(()) };
     let is_spared = |mount: &Mount| {
-        let child = mount.point.strip_prefix(&prefix).ok().and_then(|below| below.components().next());
-        let child = child.map(|child| prefix.join(child));
-        child.is_none_or(|child| match is_users(mount) {
-            true => child.ends_with(ENVIRONMENTS) || (keep_state && mount.point != child && statedir::is_kept(&child)),
-            false => keep_state && statedir::is_kept(&child),
-        })
+        let below = mount.point.strip_prefix(&prefix).ok().and_then(|below| below.components().next());
+        let Some(child) = below.map(|name| prefix.join(name)) else { return true };
+        let goes_with_it = mount.is_by_user() && child == prefix.join(ENVIRONMENTS);
+        let hides_it = mount.is_by_user() && child == mount.point;
+        goes_with_it || (keep_state && !hides_it && statedir::is_kept(&child))
     };
     refuse_mounts(&prefix, is_spared).map_err(|error| Refusal::io("remove", &prefix, &error))
 }

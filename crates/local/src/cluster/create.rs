@@ -20,14 +20,17 @@ pub(crate) async fn run(layout: &Layout, file: &Path) -> Result<(), LocalError> 
     let client = objects::client(layout, &layout.load()?)?;
     let wrong = |error: &dyn std::fmt::Display| LocalError::Usage(format!("can't read {}: {error}", file.display()));
     let text = std::fs::read_to_string(file).map_err(|error| wrong(&error))?;
-    let documents = serde_norway::Deserializer::from_str(&text).map(Option::<serde_norway::Value>::deserialize);
-    let found: Result<Vec<_>, _> = documents.collect();
-    let found = found.map_err(|error| wrong(&error))?.into_iter().flatten();
-    if found.clone().any(|document| !document.is_mapping()) {
-        return Err(wrong(&"it holds something else than Kubernetes objects"));
+    let mut objects: Vec<DynamicObject> = Vec::new();
+    for document in serde_norway::Deserializer::from_str(&text) {
+        match Option::<serde_norway::Value>::deserialize(document).map_err(|error| wrong(&error))? {
+            None => {}
+            Some(object) if object.is_mapping() => {
+                objects.push(serde_norway::from_value(object).map_err(|error| wrong(&error))?);
+            }
+            Some(_) => return Err(wrong(&"it holds something that is not a Kubernetes object")),
+        }
     }
-    for document in found {
-        let object: DynamicObject = serde_norway::from_value(document).map_err(|error| wrong(&error))?;
+    for object in objects {
         let types = object.types.clone().ok_or_else(|| wrong(&"an object has no kind"))?;
         let kind = GroupVersionKind::try_from(&types).map_err(|error| wrong(&error))?;
         let name = object.metadata.name.clone().or(object.metadata.generate_name.clone()).unwrap_or_default();

@@ -2,9 +2,11 @@
 
 use std::{
     ffi::OsStr,
+    io::Write,
     os::unix::ffi::OsStrExt,
     path::Path,
-    process::{Command, ExitCode},
+    process::{Command, ExitCode, Stdio},
+    time::Duration,
 };
 
 use nix::{
@@ -24,6 +26,11 @@ use super::{
 };
 use crate::error::{Context, LocalError};
 use host::{HOST_PATH, exit_code};
+
+/// How long a command of Flux is silent before rank 0 is asked whether it answers.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// Exit code of timeout(1) if the time is over.
+const TIMED_OUT: i32 = 124;
 
 /// Finds a node by name.
 pub(crate) async fn find_node(layout: &Layout, node: &str) -> Result<NodeView, LocalError> {
@@ -68,6 +75,10 @@ pub(crate) async fn run(layout: &Layout, node: &str, place: Place, words: Vec<St
     let mut hang_up = signal(SignalKind::hangup()).context(failed)?;
 
     let prefix = cluster.prefix.unwrap_or_else(|| api::DEFAULT_PREFIX.to_owned());
+    // Ends with this command's runtime.
+    if place == Place::Node && words.first().is_some_and(|word| word == "flux") {
+        tokio::spawn(tell_if_lead_is_silent(pid, prefix.clone()));
+    }
     let mut command = match place {
         Place::Node => command(&prefix, &words),
         Place::Pod => pod_command(pid, &words)?,
@@ -94,6 +105,23 @@ pub(crate) async fn run(layout: &Layout, node: &str, place: Place, words: Vec<St
         if let Some(pid) = child {
             let _ = kill(Pid::from_raw(pid.cast_signed()), forwarded);
         }
+    }
+}
+
+/// Most commands of Flux need rank 0, and wait for it without a word.
+async fn tell_if_lead_is_silent(node: i32, prefix: String) {
+    tokio::time::sleep(PATIENCE).await;
+    let ask = move || {
+        enter_node(node).ok()?;
+        let ping = ["timeout", "3", "flux", "ping", "--count=1", "0"].map(str::to_owned);
+        command(&prefix, &ping).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status().ok()?.code()
+    };
+    let asked = tokio::task::spawn_blocking(|| std::thread::spawn(ask).join().ok().flatten()).await;
+    if asked.is_ok_and(|code| code == Some(TIMED_OUT)) {
+        let words = "flux-distribute: the broker of rank 0 does not answer, and this command may wait until it does; \
+                     `flux-distribute local status` says what is wrong";
+        // Nobody may listen any more.
+        let _ = writeln!(std::io::stderr(), "{words}");
     }
 }
 

@@ -38,7 +38,8 @@ pub(crate) fn describe(node: &str, held: Option<Held>) -> String {
         Some(Held { rank: 0, .. }) => format!(
             "{node} is removed; it was the lead, and the queue of jobs is gone with it. Make another node the lead: \
              `flux-distribute local exec NODE --agent -- recover --lead NODE --from DUMP` with a dump of the queue, or \
-             `… -- reset --lead NODE` without one"
+             `… -- reset --lead NODE` without one. Both wait until the members have lost the lead, two to three minutes, \
+             unless --force is given: it is certainly gone"
         ),
         Some(Held { retain, .. }) => {
             format!("{node} is removed; its rank is kept for it for {retain} (spec.ranks.retain)")

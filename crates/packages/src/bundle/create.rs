@@ -134,7 +134,7 @@ impl CreateBundle {
         let packed = pack::pack(&from, &manifest, out).map_err(|e| not_packed(e, &self.out))?;
         let (sha256, bytes) = finish(packed).map_err(write())?;
         aside.keep(&target).map_err(write())?;
-        let warning = lacks_configuration(&from, given, &manifest.prefix);
+        let warning = warning_of_configuration(&from, given, &manifest.prefix);
         Ok(CreatedBundle { manifest, sha256, bytes, packages: None, warning })
     }
 
@@ -206,10 +206,9 @@ impl CreateBundle {
     }
 }
 
-/// Flux reads its configuration, such as which scheduler to load, from a directory that was compiled into it: DIR/etc/flux,
-/// unless `configure` had another `--sysconfdir`. Then no node has it. None if it is in the tree, or if this Flux
-/// does not run here, such as one in a staging directory.
-fn lacks_configuration(from: &Path, given: &Path, prefix: &Path) -> Option<String> {
+/// A warning if this Flux reads its configuration, such as which scheduler to load, outside of the packed directory:
+/// `configure` had another `--sysconfdir`. None if it can't be asked, because it does not run here.
+fn warning_of_configuration(from: &Path, given: &Path, prefix: &Path) -> Option<String> {
     let asked = Command::new(from.join("bin/flux")).args(["config", "builtin", "confdir"]).output().ok()?;
     let configuration = PathBuf::from(String::from_utf8(asked.stdout).ok()?.trim());
     let is_packed = [from, given, prefix].iter().any(|tree| configuration.starts_with(tree));

@@ -5,7 +5,8 @@
 //! has the old one open or mapped keeps it. No file is written in place. Of the files that no package contains, those of
 //! other users are removed, since root would run what they wrote; the others never.
 //!
-//! An environment that was open to other users is replaced as a whole: nothing there proves what it is.
+//! An environment that was open to other users, or in which one has mounted something, is replaced as a whole: nothing
+//! there proves what it is. The old one goes once no process uses it.
 //!
 //! Names are resolved one directory at a time and never through a symlink: a directory that others could write to for a
 //! while may contain links to anywhere.
@@ -32,7 +33,7 @@ use crate::{
 use base::error_chain;
 use host::{
     BrokerProcesses, HostLock, Root,
-    files::{host_path, open_in, open_uncovered, sync_file_system},
+    files::{host_path, look_in, open_in, open_uncovered, refuse_mounts, sync_file_system},
     lock::WAIT,
     state::{ENVIRONMENTS, environment},
     trust::is_trusted,
@@ -43,8 +44,8 @@ use hostapi::{Difference, LinkOrder, Mended, Progress, Refusal, What};
 ///
 /// Unpacking all packages again and hashing the damaged environment takes minutes and holds only the lock of
 /// [`Workshop`], which keeps other repairs out. The locks that an installation, a collection, or a broker's start needs
-/// ([`HostLock`], [`Environments`]) are held only for the renames: while they are held, no other process removes the
-/// host's prefix or the environment.
+/// ([`HostLock`], [`Environments`]) are held only for the renames and, after a replacement, while the old environment is
+/// removed. While they are held, no other process removes the host's prefix or the environment.
 ///
 /// # Errors
 /// A sentence for people; transient if an archive is missing (fetching helps), the disk is full, or the environment went away
@@ -60,13 +61,16 @@ pub fn mend(
     }
     let place = environment(prefix, digest);
     let failure = |what: &str, error: &io::Error| failed(format!("can't {what} {}: {error}", place.display()));
-    let before = identity(&place).ok_or_else(|| refused(format!("there is no environment {}", place.display())))?;
+    let before = There::of(&place).ok_or_else(|| refused(format!("there is no environment {}", place.display())))?;
     let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
     let workshop = Workshop::hold(&prefix.join(ENVIRONMENTS), digest)?;
     let fresh = workshop.tree();
     let linked = build_tree(order, None, &fresh, archives, progress)?;
     let conda = linked.compiled_prefix.is_none();
-    let found = damage(&place, &fresh, conda, progress).map_err(|e| failure("compare", &e))?;
+    let found = match before {
+        There::Directory(..) => damage(&place, &fresh, conda, progress).map_err(|e| failure("compare", &e))?,
+        There::Covered => vec![Difference { path: PathBuf::new(), what: What::Unreadable }],
+    };
     let opened = Opened::of(&place);
     let was_open = opened.paths().map_err(|e| failure("read what was open in", &e))?.is_some();
     if found.is_empty() {
@@ -75,13 +79,15 @@ pub fn mend(
     let mended = {
         let _host = HostLock::take(&Root::host(), prefix, WAIT)?;
         let environments = Environments::hold(prefix, broker)?;
-        if identity(&place) != Some(before) {
+        if There::of(&place) != Some(before) {
             return Err(failed(format!(
                 "{} was removed while it was being repaired; nothing was changed, and the next check looks at what is there now",
                 place.display()
             )));
         }
-        if was_open {
+        // What a user has mounted something on can't be replaced in place.
+        let has_users_mounts = refuse_mounts(&place, |mount| !mount.is_by_user()).is_err();
+        if was_open || has_users_mounts {
             environments.replace(&fresh, digest).map_err(|e| failure("replace", &e))?;
             opened.forget().map_err(|e| failure("forget what was open in", &e))?;
             Mended { mended: found.into_iter().map(in_utf8).collect(), left: Vec::new() }
@@ -93,10 +99,23 @@ pub fn mend(
     Ok(mended)
 }
 
-/// Device and inode, which distinguish the directory `path` from another one that gets its name later.
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    let there = open_uncovered(path).and_then(|directory| directory.metadata()).ok()?;
-    Some((there.dev(), there.ino()))
+/// What has the name of an environment.
+#[derive(PartialEq)]
+enum There {
+    /// A directory with this device and inode, which distinguish it from another one that gets its name later.
+    Directory(u64, u64),
+    /// A user has mounted something over it, which is not asked.
+    Covered,
+}
+
+impl There {
+    fn of(path: &Path) -> Option<Self> {
+        match open_uncovered(path).and_then(|directory| directory.metadata()) {
+            Ok(found) => Some(Self::Directory(found.dev(), found.ino())),
+            Err(error) if error.kind() == io::ErrorKind::CrossesDevices => Some(Self::Covered),
+            Err(_) => None,
+        }
+    }
 }
 
 /// The differences between `place` and `fresh`. Our own files come last: if the repair is interrupted, the damage is
@@ -181,7 +200,7 @@ impl Mending<'_> {
     fn remove_strangers(&mut self, path: &Path) -> io::Result<bool> {
         let name = path.file_name().map(Path::new).ok_or(io::ErrorKind::InvalidInput)?;
         let parent = descend(self.place, path.parent().unwrap_or(Path::new("")))?;
-        let found = fs::symlink_metadata(host_path(&parent).join(name))?;
+        let found = look_in(&parent, name.as_os_str())?;
         if is_trusted(found.uid()) {
             return Ok(false);
         }

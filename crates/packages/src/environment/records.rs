@@ -68,7 +68,7 @@ impl Tree {
     /// permissions from before.
     pub(crate) fn walk_and(root: &Path, opened: Option<&Opened>) -> io::Result<Self> {
         let mut tree = Self::default();
-        let below = HostRoot::at(&host_path(&open_uncovered(root)?))?;
+        let below = HostRoot::without_mounts(root)?;
         let mount = mountinfo::id(below.open_path(Path::new("/"))?)?;
         let mut next = vec![PathBuf::new()];
         while let Some(path) = next.pop() {
@@ -228,18 +228,21 @@ pub(crate) struct RecordedFile {
     pub bytes: Option<u64>,
 }
 
-/// The files in conda's own records of the environment at `root`, and the records that can't be read.
+/// The files in conda's own records of the environment at `root`, and the records that can't be read
+/// or that others may write.
 pub(crate) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, RecordedFile>, Vec<PathBuf>) {
     let (mut recorded_files, mut unreadable) = (BTreeMap::new(), Vec::new());
-    let read = |path: &Path| -> io::Result<PrefixRecord> {
+    let read = |path: &Path, found: &fs::Metadata| -> io::Result<PrefixRecord> {
+        // What others may write proves nothing, and a user who owns it can make its reader wait (F_SETLEASE).
+        if !trust::is_trusted(found.uid()) || is_open(found) {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
         let mut text = Vec::new();
-        open_below(&HostRoot::at(root)?, path)?.take(MAX_METADATA).read_to_end(&mut text)?;
+        open_below(&HostRoot::without_mounts(root)?, path)?.take(MAX_METADATA).read_to_end(&mut text)?;
         Ok(serde_json::from_slice(&text)?)
     };
     for (path, found) in tree.files.iter().filter(|(path, _)| is_package_record(path)) {
-        // What others may write proves nothing, and its owner can keep a reader waiting (F_SETLEASE).
-        let is_roots = trust::is_trusted(found.uid()) && !is_open(found);
-        match if is_roots { read(path) } else { Err(io::ErrorKind::PermissionDenied.into()) } {
+        match read(path, found) {
             Ok(record) => recorded_files.extend(record.paths_data.paths.into_iter().map(|entry| {
                 let as_packed = entry.path_type == PathType::HardLink && entry.prefix_placeholder.is_none();
                 let bytes = entry.size_in_bytes.filter(|_| as_packed);
@@ -408,7 +411,7 @@ fn open_below(root: &HostRoot, path: &Path) -> io::Result<File> {
 }
 
 fn hash(pool: &rayon::ThreadPool, root: &Path, paths: Vec<PathBuf>) -> Vec<Hashed> {
-    let below = HostRoot::at(root);
+    let below = HostRoot::without_mounts(root);
     let digest = |path: &Path| -> io::Result<String> {
         let below = below.as_ref().map_err(|error| io::Error::from(error.kind()))?;
         let file = open_below(below, path)?;

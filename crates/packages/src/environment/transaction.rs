@@ -10,7 +10,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File},
-    io,
+    io::{self, ErrorKind},
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     time::Duration,
@@ -22,8 +22,9 @@ use crate::{
 };
 use host::{
     BrokerProcesses, Occupant, Root,
-    files::{exchange_in, is_users, open_only_path, refuse_mounts, remove_all_if_there, rename_in, sync_file_system},
+    files::{exchange_in, open_only_path, refuse_mounts, remove_all_if_there, rename_in, sync_file_system},
     lock::{self, FileLock},
+    mountinfo::Mount,
     occupants,
     room::{Room, says_full},
     state::ENVIRONMENTS,
@@ -171,29 +172,45 @@ impl<'a> Environments<'a> {
     /// returned.
     ///
     /// # Errors
-    /// The file system's; `ResourceBusy` if something is mounted in it. The environment is unchanged then.
+    /// The file system's; `ResourceBusy` if something other than a user's FUSE file system is mounted in it. The environment is unchanged then.
     pub(crate) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
-        refuse_mounts(&self.place(digest), is_users)?;
-        let aside = self.free_name(digest)?;
+        refuse_mounts(&self.place(digest), Mount::is_by_user)?;
+        let aside = self.free_old_name(digest)?;
         rename_in(&self.path, digest, &aside)?;
         // From here on no new process can find it under its name, so the check below sees every user.
         self.directory.sync_all()?;
         self.discard_aside(&aside, digest)
     }
 
-    /// Puts the complete environment `fresh` in the place of another one, in one step: every process finds one of them.
+    /// Puts the complete environment `fresh`, which must be on the disk, in the place of another one, in one step, if the file
+    /// system can do that: every process finds one of them.
     /// The other one stays under a temporary name while a process uses it.
     ///
     /// # Errors
-    /// As for [`Self::discard`]; no environment was replaced then.
+    /// As for [`Self::discard`]. The environment may have been replaced then, but is complete in either case.
     pub(crate) fn replace(&self, fresh: &Path, digest: &str) -> io::Result<()> {
-        refuse_mounts(&self.place(digest), is_users)?;
-        sync_file_system(fresh)?;
-        let aside = self.free_name(digest)?;
+        refuse_mounts(&self.place(digest), Mount::is_by_user)?;
+        let aside = self.free_old_name(digest)?;
+        // If this process is killed from here on, the next run removes what has that name.
         fs::rename(fresh, self.path.join(&aside))?;
-        exchange_in(&self.path, &aside, digest)?;
+        let old = match exchange_in(&self.path, &aside, digest) {
+            Ok(()) => aside,
+            // Some file systems have no such operation: for a moment, there is no environment then.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::InvalidInput | ErrorKind::Unsupported | ErrorKind::CrossesDevices
+                ) =>
+            {
+                let old = self.free_old_name(digest)?;
+                rename_in(&self.path, digest, &old)?;
+                rename_in(&self.path, &aside, digest)?;
+                old
+            }
+            Err(error) => return Err(error),
+        };
         self.directory.sync_all()?;
-        match self.discard_aside(&aside, digest) {
+        match self.discard_aside(&old, digest) {
             Ok(None) => {}
             Ok(Some(occupant)) => {
                 tracing::info!(%occupant, "the environment that was replaced stays until it is not used");
@@ -204,7 +221,7 @@ impl<'a> Environments<'a> {
     }
 
     /// A name for an environment that is being removed.
-    fn free_name(&self, digest: &str) -> io::Result<String> {
+    fn free_old_name(&self, digest: &str) -> io::Result<String> {
         // Directories that were set aside earlier may still be there because a process uses them.
         let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
         for name in names.take(MOST_OLD) {
@@ -259,10 +276,9 @@ impl<'a> Environments<'a> {
     }
 
     fn drop_leftover(&self, entry: &fs::DirEntry) -> io::Result<()> {
-        let hidden = entry.file_name();
-        let Some((hidden, name)) = hidden.to_str().and_then(|hidden| Some((hidden, hidden.strip_prefix('.')?))) else {
-            return Ok(());
-        };
+        let file_name = entry.file_name();
+        let Some(hidden) = file_name.to_str() else { return Ok(()) };
+        let Some(name) = hidden.strip_prefix('.') else { return Ok(()) };
         let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
         match digest.filter(|digest| archive::is_digest(digest)) {
             Some(digest) => self.discard_aside(hidden, digest).map(drop),

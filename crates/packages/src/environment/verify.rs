@@ -18,7 +18,7 @@ use crate::{
     fetch::archive,
 };
 use host::{
-    files::open_uncovered,
+    files::{HostRoot, open_uncovered},
     state::{ENVIRONMENTS, environment},
     trust::is_trusted,
 };
@@ -53,8 +53,14 @@ fn verify_one(
     let name = path.display();
     let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
     if let Err(error) = open_uncovered(&path) {
-        if error.kind() == io::ErrorKind::CrossesDevices {
-            return Err(Refusal::new(format!("something is mounted on {name}: unmount it")));
+        match error.kind() {
+            // What a user has mounted over it is not asked. A repair puts another environment in its place.
+            io::ErrorKind::CrossesDevices => {
+                let differences = vec![Difference { path: PathBuf::new(), what: What::Unreadable }];
+                return Ok(Verified { path: path.clone(), digest: digest.to_owned(), files: 0, bytes: 0, differences });
+            }
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {}
+            _ => return Err(unreadable(error)),
         }
         let there = ready(prefix).join(", ");
         let there = if there.is_empty() { "none" } else { &there };
@@ -187,7 +193,8 @@ fn unrecorded(
     let known = |path: &Path| expected.contains_key(path) || records.links.contains_key(path) || is_ours(path);
     let by_python = |path: &Path| is_byte_code(path, |source| tree.files.contains_key(source) && known(source));
 
-    let links = tree.links.keys().map(|path| Ok((path, fs::symlink_metadata(root.join(path))?)));
+    let below = HostRoot::without_mounts(root)?;
+    let links = tree.links.keys().map(|path| Ok((path, below.open_link(&Path::new("/").join(path))?.metadata()?)));
     let links = links.collect::<io::Result<BTreeMap<_, _>>>()?;
     let links = links.iter().map(|(path, found)| (*path, found));
     let there = || tree.files.iter().chain(links.clone()).chain(&tree.others);

@@ -42,7 +42,9 @@ pub enum SolveError {
         reason: String,
     },
     /// The text is not the URL of a channel.
-    #[error("channel {channel} is not an http, https or file URL such as https://conda.anaconda.org/conda-forge")]
+    #[error(
+        "channel {channel} is not an http, https or file URL such as https://conda.anaconda.org/conda-forge; that of a directory is file:///DIRECTORY"
+    )]
     NotAChannel {
         /// The channel's URL without secrets.
         channel: String,
