@@ -14,6 +14,7 @@ use nix::sys::signal::Signal;
 
 use crate::{
     dice::Dice,
+    gang::{self, Gang},
     harness::{Broker, Cluster, ran_well},
     processes::{self, Kind, Process},
     rosters::Rosters,
@@ -67,15 +68,20 @@ pub struct Scene {
     pub has_free_core: bool,
     jobs: u32,
     job: Option<Job>,
+    /// Pods are on.
+    pods: bool,
+    gangs: u32,
+    gang: Option<Gang>,
 }
 
 impl Scene {
-    pub fn set(shape: &'static Shape, outage: Duration) -> Self {
+    pub fn set(shape: &'static Shape, outage: Duration, pods: bool) -> Self {
         // Each node unpacks a bundle: many clusters at once would be up later than one after the other.
         static BEGINNING: Mutex<()> = Mutex::new(());
         let cluster = {
             let _turn = BEGINNING.lock().unwrap_or_else(PoisonError::into_inner);
-            Cluster::up(shape.nodes, shape.options).expect("a bundle")
+            let more: &[&str] = if pods { &gang::OPTIONS } else { &[] };
+            Cluster::up(shape.nodes, &[shape.options, more].concat()).expect("a bundle")
         };
         let rosters = Rosters::default();
         cluster.spawn(rosters.clone().follow(cluster.client()));
@@ -93,6 +99,9 @@ impl Scene {
             has_free_core: false,
             jobs: 0,
             job: None,
+            pods,
+            gangs: 0,
+            gang: None,
         };
         let nodes = shape.nodes.to_string();
         scene.until("all nodes up", Duration::from_mins(1), |scene| {
@@ -102,7 +111,38 @@ impl Scene {
         let cores = scene.ask(&["flux", "resource", "list", "-s", "up", "-no", "{ncores}"]).unwrap();
         scene.has_free_core = cores.parse::<u32>().unwrap() >= 2 * shape.nodes;
         scene.begin_job();
+        scene.begin_gang();
         scene
+    }
+
+    /// Begins a gang of pods, if pods are on.
+    fn begin_gang(&mut self) {
+        if self.pods {
+            self.gangs += 1;
+            self.gang = Some(Gang::begin(self, format!("g{}", self.gangs)));
+        }
+    }
+
+    /// What has become of the gang of pods. See [`Gang::look`].
+    pub fn look_at_gang(&self) -> Result<(), String> {
+        self.gang.as_ref().map_or(Ok(()), |gang| gang.look(self))
+    }
+
+    /// Begins another gang if machines have taken pods with them.
+    pub fn renew_gang(&mut self) {
+        let Some(gang) = self.gang.take() else { return };
+        if !gang.is_incomplete(self) {
+            self.gang = Some(gang);
+            return;
+        }
+        gang.remove(self);
+        self.begin_gang();
+    }
+
+    /// The words of `local add-node`.
+    pub fn add_node(&self) -> Vec<&'static str> {
+        let kind = if self.pods { &gang::OPTIONS[1..] } else { &[] };
+        [&["add-node"], kind].concat()
     }
 
     /// Waits for something; it must come.
@@ -129,10 +169,17 @@ impl Scene {
 
     /// A node's PID 1, on the machine: its namespaces last as long as the node is on.
     pub fn init(&self, node: &str) -> i32 {
-        let name = format!("init [{node}]");
-        let is_init = |kind: &Kind| matches!(kind, Kind::Other(command) if command.starts_with(&name));
-        let found = self.processes().into_iter().find(|process| is_init(&process.kind));
-        found.unwrap_or_else(|| panic!("{node} is off")).pid
+        *self.inits().get(node).unwrap_or_else(|| panic!("{node} is off"))
+    }
+
+    /// The same of all nodes that are on.
+    pub fn inits(&self) -> BTreeMap<String, i32> {
+        let is_init = |process: &Process| {
+            let name = format!("init [{}]", process.node);
+            matches!(&process.kind, Kind::Other(command) if command.starts_with(&name))
+        };
+        let inits = self.processes().into_iter().filter(is_init);
+        inits.map(|process| (process.node, process.pid)).collect()
     }
 
     pub fn brokers(&self) -> BTreeMap<String, Broker> {

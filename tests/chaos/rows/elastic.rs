@@ -97,7 +97,7 @@ impl Nodes {
     }
 
     fn add(&mut self, scene: &Scene) {
-        scene.cluster.must(&["add-node"]);
+        scene.cluster.must(&scene.add_node());
         self.there.extend(scene.cluster.nodes().into_iter().map(|node| node.name));
     }
 
