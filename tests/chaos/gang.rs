@@ -1,5 +1,5 @@
-//! Pods beside the job, if FLUX_DISTRIBUTE_CHAOS_PODS is set: a gang with a pod on each node. No fault may cost a pod, but for one that takes
-//! the machine that it runs on.
+//! Pods beside the job, if FLUX_DISTRIBUTE_CHAOS_PODS is set: a gang of pods on different nodes. No fault may cost a pod, but for one that
+//! takes the machine that it runs on.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -12,10 +12,7 @@ use serde_json::json;
 
 use crate::scene::Scene;
 
-/// Of `local up`. A node declares one core less than it has: one for the job, one for a pod, and one for another job.
-pub const OPTIONS: [&str; 3] = ["--pods", "--cores", "4"];
-
-/// Every machine has room for one of them beside the job.
+/// Pods on different nodes.
 pub struct Gang {
     name: String,
     /// By name.
@@ -31,16 +28,16 @@ struct Bound {
 }
 
 impl Gang {
-    /// Makes a gang; all of its pods run when this returns.
-    pub fn begin(scene: &Scene, name: String) -> Self {
+    /// Makes a gang of `size` pods with a core each; all of them run when this returns.
+    pub fn begin(scene: &Scene, name: String, size: u32) -> Self {
         let labels = json!({ "gang": name });
         let annotations = json!({
             "distribute.flux-framework.org/gang": name,
-            "distribute.flux-framework.org/gang-size": scene.nodes.to_string(),
+            "distribute.flux-framework.org/gang-size": size.to_string(),
         });
         let apart = json!([{"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}]);
         let pods = api(scene);
-        for number in 0..scene.nodes {
+        for number in 0..size {
             let pod = json!({
                 "metadata": {"name": format!("{name}-{number}"), "labels": labels, "annotations": annotations},
                 "spec": {
@@ -61,9 +58,14 @@ impl Gang {
             let bound =
                 found.iter().filter(|pod| is_running(pod)).filter_map(|pod| Some((pod.name_any(), bound(scene, pod)?)));
             let bound: BTreeMap<_, _> = bound.collect();
-            if bound.len() == scene.nodes as usize { Ok(bound) } else { Err(format!("{} run", bound.len())) }
+            if bound.len() == size as usize { Ok(bound) } else { Err(format!("{} run", bound.len())) }
         });
         Self { name, pods }
+    }
+
+    /// Number of its pods.
+    pub fn size(&self) -> u32 {
+        u32::try_from(self.pods.len()).unwrap()
     }
 
     /// All its pods run where they ran, but for those whose machines are gone, and a job holds their cores.

@@ -56,10 +56,7 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
     if let Some(why) = lost.as_ref().filter(|_| !row.job_dies) {
         return Err(format!("the job is lost: {why}"));
     }
-    if lost.is_some() || scene.job_nodes() == 0 {
-        scene.begin_job();
-    }
-    scene.renew_gang();
+    scene.renew(lost.is_some());
     shells_end(scene)?;
     let wrong = scene.rosters.wrong();
     if !wrong.is_empty() {

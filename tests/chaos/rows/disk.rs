@@ -55,7 +55,7 @@ pub fn rows() -> Vec<Row> {
             ..row("disk full, a follower's broker killed after the roster has changed", |scene| {
                 let node = scene.pick_follower();
                 let full = Full::new(scene, &node);
-                scene.cluster.must(&scene.add_node());
+                scene.cluster.must(&["add-node"]);
                 scene.nodes += 1;
                 scene.cluster.all_online(scene.nodes);
                 send(scene.brokers()[&node].pid, Signal::SIGKILL);

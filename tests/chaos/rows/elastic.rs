@@ -97,7 +97,7 @@ impl Nodes {
     }
 
     fn add(&mut self, scene: &Scene) {
-        scene.cluster.must(&scene.add_node());
+        scene.cluster.must(&["add-node"]);
         self.there.extend(scene.cluster.nodes().into_iter().map(|node| node.name));
     }
 

@@ -43,7 +43,7 @@ pub fn rows() -> Vec<Row> {
             let step = STEPS[scene.run as usize % STEPS.len()];
             let lead = scene.lead();
             let relay = Relay::before(format!("/proc/{}/root{BROKER_RUN_DIR}/local", scene.init(&lead)).as_ref(), step);
-            let mut join = scene.cluster.command(&scene.add_node()).stdout(Stdio::null()).spawn().unwrap();
+            let mut join = scene.cluster.command(&["add-node"]).stdout(Stdio::null()).spawn().unwrap();
             let what = format!("{step:?}");
             scene.until(&what, Duration::from_mins(1), |_| relay.held.try_recv().map_err(|error| error.to_string()));
             relay.end();

@@ -26,7 +26,7 @@ pub fn rows() -> Vec<Row> {
             let before = scene.cluster.roster().unwrap().ranks[&rank].member.clone().unwrap();
             scene.cluster.must(&["remove-node", &name]);
             scene.dice.pause(Duration::from_secs(5));
-            scene.cluster.must(&scene.add_node());
+            scene.cluster.must(&["add-node"]);
             let hit = Hit::brokers_of([name.clone()]);
             scene.until("another rank", Duration::from_mins(1), |scene| {
                 let ranks = scene.cluster.roster().ok_or("no roster")?.ranks;
