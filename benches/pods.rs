@@ -144,6 +144,16 @@ async fn until_one_more_is_bound(client: &Client, name: &str) -> Duration {
     begin.elapsed()
 }
 
+/// What the bridge costs while nothing happens.
+async fn idle(bridge: &BridgeProcess) {
+    const IDLE: Duration = Duration::from_secs(20);
+    // What has just happened is still shown.
+    sleep(Duration::from_secs(5)).await;
+    let used = bridge.used();
+    sleep(IDLE).await;
+    println!("idle for {IDLE:?}: {:.2} s of processor time", (bridge.used() - used) as f64 / 100.0);
+}
+
 async fn measure(gangs: usize, members: usize, nodes: u32, others: usize) {
     let flux: PathBuf = needs::flux_prefix().join("bin/flux");
     let cluster = BareCluster::up();
@@ -190,9 +200,7 @@ async fn measure(gangs: usize, members: usize, nodes: u32, others: usize) {
     );
     println!("the bridge has had {} MiB", bridge.memory());
 
-    let used = bridge.used();
-    sleep(Duration::from_secs(20)).await;
-    println!("idle for 20 s: {:.2} s of processor time", (bridge.used() - used) as f64 / 100.0);
+    idle(&bridge).await;
 
     let begin = Instant::now();
     drop(broker);
@@ -217,5 +225,6 @@ async fn measure(gangs: usize, members: usize, nodes: u32, others: usize) {
     let took = until_one_more_is_bound(&client, "after-the-bridge").await;
     println!("bridge killed beside {} pods: the next pod bound after {:.1} s", all + others, took.as_secs_f64());
     println!("the bridge has had {} MiB", bridge.memory());
+    idle(&bridge).await;
     kubelets.abort();
 }

@@ -8,7 +8,14 @@ mod bare_cluster;
 mod needs;
 mod support;
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use bare_cluster::{BareCluster, NAMESPACE, bridge_to, client, kubelets, make_account, make_node, pod};
 use k8s_openapi::api::core::v1::{Event, Pod, PodCondition};
@@ -33,6 +40,8 @@ struct Bed {
     brokers: Vec<RealBroker>,
     kubelet: JoinHandle<()>,
     bridge: JoinHandle<()>,
+    /// What the agent says about a start of the queues.
+    may_start_queues: Arc<AtomicBool>,
     _cluster: BareCluster,
 }
 
@@ -63,12 +72,15 @@ impl Bed {
         }
         let kubelet = tokio::spawn(kubelets(client.clone()));
         let settings = Settings { max_gang: 6, ..Settings::default() };
-        let (sender, bridge) = bridge_to(client.clone(), brokers[0].socket(), &uids, 4, settings);
+        let (sender, mut bridge) = bridge_to(client.clone(), brokers[0].socket(), &uids, 4, settings);
+        let may_start_queues = Arc::new(AtomicBool::new(true));
+        let asked = Arc::clone(&may_start_queues);
+        bridge.may_start_queues = Box::new(move || asked.load(Ordering::Relaxed));
         let bridge = tokio::spawn(async move {
             let _sender = sender;
             bridge::run(bridge).await;
         });
-        Some(Self { flux, bridge, client, brokers, kubelet, base, _cluster: cluster })
+        Some(Self { flux, bridge, may_start_queues, client, brokers, kubelet, base, _cluster: cluster })
     }
 
     fn pods(&self) -> Api<Pod> {
@@ -105,6 +117,16 @@ impl Bed {
     /// Name, state, rank and cores of each active job.
     fn jobs(&self) -> String {
         self.flux(&["jobs", "-n", "-o", "{name} {state} {ranks}"])
+    }
+
+    /// Waits until this many jobs are pending.
+    async fn until_pending(&self, jobs: usize) {
+        let pending = async {
+            while self.flux(&["jobs", "-nf", "pending", "-o", "{id}"]).lines().count() != jobs {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        assert!(timeout(PATIENCE, pending).await.is_ok(), "not {jobs} jobs wait:\n{}", self.jobs());
     }
 
     /// Waits until this many cores are allocated.
@@ -235,11 +257,17 @@ async fn pods_run_on_while_the_leads_broker_restarts_and_keep_their_cores() {
             bed.until(&format!("p{number}"), |pod| pod.status.as_ref().is_some_and(|s| s.start_time.is_some())).await,
         );
     }
-    // Killed as by a power cut.
+    // Killed as by a power cut. Then somebody uninstalls the lead's host by hand, and stops doing so.
+    bed.may_start_queues.store(false, Ordering::Relaxed);
     bed.brokers.clear();
     bed.brokers.extend((0..3).map(|rank| start(&bed.flux, bed.base.path(), rank)));
     let client = connect(&bed.brokers[0]).await;
     until_online(&client, "0-2").await;
+    bed.until_pending(4).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let status = bed.flux(&["queue", "status"]);
+    assert!(status.contains("Scheduling is stopped: "), "{status}");
+    bed.may_start_queues.store(true, Ordering::Relaxed);
     bed.until_allocated(8).await;
     // The queue is open again.
     bed.make("after", 2, json!({})).await;

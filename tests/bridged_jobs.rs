@@ -364,6 +364,12 @@ async fn what_a_bridge_has_left_ends_while_the_scheduler_is_online_and_its_queue
         assert_eq!(queues::queue(&client, None).await.unwrap().start, is_started, "{reason_of_stop}");
         queues::start(&client, &[reason_of_stop]).await.unwrap();
     }
+
+    // As an agent does that knows of the end of the instance before the bridge does.
+    queues::stop(&client, &format!("{NOTE}gives pods their cores")).await.unwrap();
+    run(&flux, &lead, &["queue", "stop", "--all", "--nocheckpoint", "--message", "the instance ends"]);
+    bridge::clean_up(&client, true).await.unwrap();
+    assert_eq!(reason().await.as_deref(), Some("the instance ends"));
 }
 
 #[test]

@@ -44,7 +44,7 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
     let since = Timestamp::now() - SignedDuration::try_from(hit.since.elapsed()).unwrap_or_default();
     let healed = loop {
         keeps_brokers(scene, before, hit)?;
-        match look(scene, since).and_then(|()| runs_jobs(scene)) {
+        match look(scene, since).and_then(|()| runs_jobs(scene)).and_then(|()| scene.look_at_gang()) {
             Ok(()) => break hit.since.elapsed(),
             Err(why) if hit.since.elapsed() > limit => {
                 return Err(format!("not well after {} s: {why}", limit.as_secs()));
@@ -56,9 +56,7 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
     if let Some(why) = lost.as_ref().filter(|_| !row.job_dies) {
         return Err(format!("the job is lost: {why}"));
     }
-    if lost.is_some() || scene.job_nodes() == 0 {
-        scene.begin_job();
-    }
+    scene.renew(lost.is_some());
     shells_end(scene)?;
     let wrong = scene.rosters.wrong();
     if !wrong.is_empty() {

@@ -14,6 +14,7 @@ use nix::sys::signal::Signal;
 
 use crate::{
     dice::Dice,
+    gang::Gang,
     harness::{Broker, Cluster, ran_well},
     processes::{self, Kind, Process},
     rosters::Rosters,
@@ -67,15 +68,20 @@ pub struct Scene {
     pub has_free_core: bool,
     jobs: u32,
     job: Option<Job>,
+    /// Pods are on.
+    pods: bool,
+    gangs: u32,
+    gang: Option<Gang>,
 }
 
 impl Scene {
-    pub fn set(shape: &'static Shape, outage: Duration) -> Self {
+    pub fn set(shape: &'static Shape, outage: Duration, pods: bool) -> Self {
         // Each node unpacks a bundle: many clusters at once would be up later than one after the other.
         static BEGINNING: Mutex<()> = Mutex::new(());
         let cluster = {
             let _turn = BEGINNING.lock().unwrap_or_else(PoisonError::into_inner);
-            Cluster::up(shape.nodes, shape.options).expect("a bundle")
+            let more: &[&str] = if pods { &["--pods"] } else { &[] };
+            Cluster::up(shape.nodes, &[shape.options, more].concat()).expect("a bundle")
         };
         let rosters = Rosters::default();
         cluster.spawn(rosters.clone().follow(cluster.client()));
@@ -93,6 +99,9 @@ impl Scene {
             has_free_core: false,
             jobs: 0,
             job: None,
+            pods,
+            gangs: 0,
+            gang: None,
         };
         let nodes = shape.nodes.to_string();
         scene.until("all nodes up", Duration::from_mins(1), |scene| {
@@ -100,9 +109,45 @@ impl Scene {
             if up == nodes { Ok(()) } else { Err(format!("{up} nodes are up")) }
         });
         let cores = scene.ask(&["flux", "resource", "list", "-s", "up", "-no", "{ncores}"]).unwrap();
-        scene.has_free_core = cores.parse::<u32>().unwrap() >= 2 * shape.nodes;
+        scene.has_free_core = cores.parse::<u32>().unwrap() >= if pods { 3 } else { 2 } * shape.nodes;
         scene.begin_job();
+        scene.begin_gang();
         scene
+    }
+
+    /// Begins a gang of pods on the nodes that the job is not on, if pods are on: a machine of two cores gives Flux one.
+    fn begin_gang(&mut self) {
+        if self.pods {
+            self.gangs += 1;
+            let size = match self.job.as_ref().map_or(0, |job| job.nodes) {
+                0 => self.nodes / 2,
+                of_job => self.nodes.saturating_sub(of_job).max(1),
+            };
+            self.gang = Some(Gang::begin(self, format!("g{}", self.gangs), size));
+        }
+    }
+
+    /// What has become of the gang of pods. See [`Gang::look`].
+    pub fn look_at_gang(&self) -> Result<(), String> {
+        self.gang.as_ref().map_or(Ok(()), |gang| gang.look(self))
+    }
+
+    /// Begins another gang if machines have taken pods with them, and another job if that `is_lost`, or has ended.
+    pub fn renew(&mut self, is_lost: bool) {
+        if is_lost {
+            self.job = None;
+        }
+        if let Some(gang) = self.gang.take() {
+            if gang.is_incomplete(self) {
+                gang.remove(self);
+                self.begin_gang();
+            } else {
+                self.gang = Some(gang);
+            }
+        }
+        if self.job.is_none() {
+            self.begin_job();
+        }
     }
 
     /// Waits for something; it must come.
@@ -129,10 +174,17 @@ impl Scene {
 
     /// A node's PID 1, on the machine: its namespaces last as long as the node is on.
     pub fn init(&self, node: &str) -> i32 {
-        let name = format!("init [{node}]");
-        let is_init = |kind: &Kind| matches!(kind, Kind::Other(command) if command.starts_with(&name));
-        let found = self.processes().into_iter().find(|process| is_init(&process.kind));
-        found.unwrap_or_else(|| panic!("{node} is off")).pid
+        *self.inits().get(node).unwrap_or_else(|| panic!("{node} is off"))
+    }
+
+    /// The same of all nodes that are on.
+    pub fn inits(&self) -> BTreeMap<String, i32> {
+        let is_init = |process: &Process| {
+            let name = format!("init [{}]", process.node);
+            matches!(&process.kind, Kind::Other(command) if command.starts_with(&name))
+        };
+        let inits = self.processes().into_iter().filter(is_init);
+        inits.map(|process| (process.node, process.pid)).collect()
     }
 
     pub fn brokers(&self) -> BTreeMap<String, Broker> {
@@ -212,9 +264,14 @@ impl Scene {
         pids.iter().for_each(|pid| processes::send(*pid, Signal::SIGCONT));
     }
 
-    /// Starts the job; it is on all nodes.
+    /// Starts the job. It is on all nodes, or on those that the gang of pods is not on.
     pub fn begin_job(&mut self) {
-        self.job = Some(self.submit(self.nodes, &[]));
+        let of_pods = match &self.gang {
+            Some(gang) => gang.size(),
+            None if self.pods => self.nodes / 2,
+            None => 0,
+        };
+        self.job = Some(self.submit(self.nodes - of_pods, &[]));
     }
 
     /// Starts a job; returns once it runs. `options`: of flux-submit(1).
@@ -259,12 +316,14 @@ impl Scene {
         if ran_well(&events) { Ok(()) } else { Err(events) }
     }
 
-    /// For the job whose end may be Flux's as well, so that Flux can't be asked about it: what it leaves on its nodes when it
-    /// ends by itself.
-    pub fn let_job_end(&mut self) -> Vec<PathBuf> {
+    /// For the job whose end may be Flux's as well, so that Flux can't be asked about it: how many nodes it is on, and what it leaves on these
+    /// when it ends by itself.
+    pub fn let_job_end(&mut self) -> (usize, Vec<PathBuf>) {
+        let nodes = self.job_nodes();
         let job = self.job.take().expect("a job");
         self.let_end(&job);
-        self.names().iter().map(|node| self.cluster.root(node).join(format!("{}-seen", job.signal))).collect()
+        let left = |node: &String| self.cluster.root(node).join(format!("{}-seen", job.signal));
+        (nodes, self.names().iter().map(left).collect())
     }
 
     fn let_end(&self, job: &Job) {

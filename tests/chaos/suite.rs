@@ -31,6 +31,7 @@ pub struct Settings {
     seed: u64,
     rows: Vec<String>,
     table: Option<String>,
+    pods: bool,
 }
 
 impl Settings {
@@ -48,6 +49,7 @@ impl Settings {
             seed: number("_SEED").unwrap_or(u64::from(now.subsec_nanos())),
             rows: get("_ROWS").map_or_else(Vec::new, |words| words.split(',').map(str::to_owned).collect()),
             table: get("_TABLE"),
+            pods: get("_PODS").is_some(),
         }
     }
 
@@ -157,7 +159,7 @@ impl Suite<'_> {
         let done = catch_unwind(AssertUnwindSafe(|| {
             // One that is there has been found well at the end of its last run.
             let scene = place.get_or_insert_with(|| {
-                let scene = Scene::set(row.shape, self.settings.outage);
+                let scene = Scene::set(row.shape, self.settings.outage, self.settings.pods);
                 scene.until("a cluster that is well", COMMAND, |scene| look(scene, Timestamp::UNIX_EPOCH));
                 scene
             });

@@ -131,7 +131,15 @@ pub fn bridge_to(
         Box::pin(async move { broker::rfc3::Client::connect(&socket).await })
     };
     let report = watch::channel(api::PodCounts::default()).0;
-    (sender, Bridge { client, connect: Box::new(connect), told, identity: "pod-of-the-lead".into(), report })
+    let bridge = Bridge {
+        client,
+        connect: Box::new(connect),
+        told,
+        may_start_queues: Box::new(|| true),
+        identity: "pod-of-the-lead".into(),
+        report,
+    };
+    (sender, bridge)
 }
 
 /// A pod for Flux that asks for so many cores.

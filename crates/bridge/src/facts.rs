@@ -52,6 +52,13 @@ struct Entry<T> {
     since: Instant,
 }
 
+impl<T> Entry<T> {
+    /// When to ask for it again: at once if it was never answered.
+    fn due(&self) -> Instant {
+        if self.is_answered { self.since + KNOWN_FOR } else { self.since }
+    }
+}
+
 /// The answers so far.
 #[derive(Default)]
 pub(crate) struct Lookups {
@@ -60,6 +67,12 @@ pub(crate) struct Lookups {
 }
 
 impl Lookups {
+    /// When the next of them is due; None if nothing is waited for.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        let groups = self.groups.values().map(Entry::due);
+        groups.chain(self.claims.values().map(Entry::due)).min()
+    }
+
     /// What those of `pods` refer to that wait. All of `pods` are bridged. An object that was never found is left out; one that was found
     /// keeps its last answer until it can be looked up again.
     pub(crate) async fn facts<'a>(
@@ -137,8 +150,7 @@ fn due<T>(known: &mut Known<T>, wanted: BTreeSet<Name>, now: Instant) -> Vec<Nam
     for name in wanted {
         known.entry(name).or_insert(Entry { found: None, is_answered: false, since: now });
     }
-    let is_due = |entry: &Entry<T>| !entry.is_answered || now.duration_since(entry.since) >= KNOWN_FOR;
-    let mut due: Vec<_> = known.iter().filter(|(_, entry)| is_due(entry)).collect();
+    let mut due: Vec<_> = known.iter().filter(|(_, entry)| entry.due() <= now).collect();
     due.sort_by_key(|(_, entry)| entry.since);
     due.into_iter().map(|(name, _)| name.clone()).collect()
 }

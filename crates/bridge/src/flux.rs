@@ -71,7 +71,8 @@ impl Flux {
         let queues = if is_in_run { Queues::of(&all) } else { Queues::Offline };
         let accepts_jobs = all.iter().any(|queue| queue.enable);
         let is_recovered = recovered == Some(self.name.as_str());
-        Ok(world::Broker { in_run_since: self.in_run_since, queues, accepts_jobs, is_recovered })
+        let (name, in_run_since) = (self.name.clone(), self.in_run_since);
+        Ok(world::Broker { name, in_run_since, queues, accepts_jobs, is_recovered })
     }
 }
 

@@ -46,6 +46,8 @@ pub struct Bridge {
     pub connect: Box<dyn Fn() -> BoxFuture<'static, Result<Broker, RpcError>> + Send + Sync>,
     /// What the agent tells.
     pub told: watch::Receiver<Told>,
+    /// Asked right before queues are started. False while they must stay stopped, though the agent has not told so.
+    pub may_start_queues: Box<dyn Fn() -> bool + Send + Sync>,
     /// Name of the agent's pod, which holds the Lease.
     pub identity: String,
     /// Where the bridge reports.

@@ -36,18 +36,36 @@ enum Knowledge {
 pub(crate) struct OptedIn(BTreeMap<String, (Knowledge, Instant)>);
 
 impl OptedIn {
-    /// Asks about those of `wanted` whose answer is missing or old. Returns those that have opted in, and those that are in doubt; None while
-    /// there was no answer about one of them: what runs there would be left without its cores.
+    /// Asks about those of `wanted` that were never asked about, and forgets all others. Returns those that have opted in, and those that
+    /// are in doubt; None while there was no answer about one of them: what runs there would be left without its cores.
     pub(crate) async fn among(
         &mut self,
         client: &Client,
         wanted: BTreeSet<String>,
     ) -> Option<(BTreeSet<String>, BTreeSet<String>)> {
         self.0.retain(|namespace, _| wanted.contains(namespace));
-        let is_known = |namespace: &String| self.0.get(namespace).is_some_and(|(_, asked)| asked.elapsed() < KNOWN_FOR);
-        let asked: Vec<_> = wanted.iter().filter(|namespace| !is_known(namespace)).cloned().collect();
-        let answers = asked.into_iter().map(async |namespace| (ask(client, &namespace).await, namespace));
+        let unknown = wanted.iter().filter(|namespace| !self.0.contains_key(*namespace)).cloned().collect();
+        self.ask(client, unknown).await;
+        let is_complete = wanted.iter().all(|namespace| self.0.contains_key(namespace));
+        let all = |wanted| {
+            let are = self.0.iter().filter(move |(_, (knowledge, _))| *knowledge == wanted);
+            are.map(|(namespace, _)| namespace.clone()).collect()
+        };
+        is_complete.then(|| (all(Knowledge::OptedIn), all(Knowledge::Doubtful)))
+    }
+
+    /// Asks again about those whose answer is old. Returns true if one has another answer now.
+    pub(crate) async fn renew(&mut self, client: &Client) -> bool {
+        let is_old = |(_, (_, asked)): &(&String, &(_, Instant))| asked.elapsed() >= KNOWN_FOR;
+        let old = self.0.iter().filter(is_old).map(|(namespace, _)| namespace.clone()).collect();
+        self.ask(client, old).await
+    }
+
+    /// Asks about `namespaces`. Returns true if one has another answer than before.
+    async fn ask(&mut self, client: &Client, namespaces: Vec<String>) -> bool {
+        let answers = namespaces.into_iter().map(async |namespace| (ask(client, &namespace).await, namespace));
         let answers: Vec<_> = stream::iter(answers).buffer_unordered(AT_ONCE).collect().await;
+        let mut has_changed = false;
         for (answer, namespace) in answers {
             match answer {
                 Ok(answer) => {
@@ -58,17 +76,14 @@ impl OptedIn {
                         );
                     }
                     let before = self.0.get(&namespace).map(|(knowledge, _)| *knowledge);
-                    self.0.insert(namespace, (after(&answer, before), Instant::now()));
+                    let knowledge = after(&answer, before);
+                    has_changed |= before != Some(knowledge);
+                    self.0.insert(namespace, (knowledge, Instant::now()));
                 }
                 Err(error) => debug!(%error, namespace, "can't find out whether pods of a namespace may be bound"),
             }
         }
-        let is_complete = wanted.iter().all(|namespace| self.0.contains_key(namespace));
-        let all = |wanted| {
-            let are = self.0.iter().filter(move |(_, (knowledge, _))| *knowledge == wanted);
-            are.map(|(namespace, _)| namespace.clone()).collect()
-        };
-        is_complete.then(|| (all(Knowledge::OptedIn), all(Knowledge::Doubtful)))
+        has_changed
     }
 }
 

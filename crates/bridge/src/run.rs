@@ -1,4 +1,5 @@
-//! The rounds of the bridge: wait for a change, look at both sides, decide, begin what is wanted.
+//! The rounds of the bridge: wait for a change, look at both sides, decide, begin what is wanted. Nothing is decided if nothing has changed
+//! that decisions depend on.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,7 +25,7 @@ use pods::{
     pod::PodView,
     target::Target,
     time::Millis,
-    world::World,
+    world::{Broker, World},
 };
 
 use crate::{
@@ -41,7 +42,7 @@ use crate::{
 /// How long changes are gathered: a gang's pods appear one after the other. Lasts twice as long as the last decision took, so that the
 /// bridge also has time to act.
 const GATHER: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_millis(200);
-/// A round at least this often: a broker's state and its queues change without an event here.
+/// The broker is asked for its state and its queues at least this often: these change without an event here.
 const TICK: Duration = Duration::from_secs(1);
 /// Pause before the broker is tried again.
 const CONNECT_AGAIN: Duration = Duration::from_millis(500);
@@ -97,6 +98,21 @@ struct Life {
     decided: Vec<Action>,
     /// How long the last decision took.
     took: Duration,
+    /// What the last decision reported.
+    report: Report,
+    /// What it was made by, beside what [`Life::has_changed`] stands for.
+    basis: Option<Basis>,
+    /// Something of what was told, watched, heard or answered has changed since.
+    has_changed: bool,
+    /// When to decide again though nothing has changed.
+    wake: Option<Instant>,
+}
+
+/// What is looked at in every round, because it changes without an event.
+#[derive(Clone, PartialEq)]
+struct Basis {
+    broker: Broker,
+    lease_is_ours: bool,
 }
 
 impl Kubernetes {
@@ -110,21 +126,46 @@ impl Kubernetes {
         }
         let identity = self.bridge.identity.as_str().into();
         let tools = Tools { client: self.bridge.client.clone(), broker: flux.client.clone(), identity };
-        let (under_way, answers) = (UnderWay::default(), FuturesUnordered::new());
-        let mut life = Life { flux, tools, under_way, answers, decided: Vec::new(), took: Duration::ZERO };
-        let mut wake = Instant::now();
+        let mut life = Life {
+            flux,
+            tools,
+            under_way: UnderWay::default(),
+            answers: FuturesUnordered::new(),
+            decided: Vec::new(),
+            took: Duration::ZERO,
+            report: Report::default(),
+            basis: None,
+            has_changed: true,
+            wake: None,
+        };
         loop {
-            self.wait(&mut life, wake).await?;
+            self.wait(&mut life).await?;
             self.renew().await;
             let now = now();
-            self.watched.forget(now);
-            let decision = self.decide(&mut life, memory, now).await?;
-            self.report(&decision.report);
-            life.decided = decision.actions;
-            self.begin(&mut life).await;
-            let until = |at: Millis| Duration::from_millis(at.saturating_sub(now).max(1).unsigned_abs());
-            wake = Instant::now() + decision.wake.map_or(TICK, |at| until(at).min(TICK));
+            life.has_changed |= self.watched.forget(now) | self.opted_in.renew(&self.bridge.client).await;
+            let broker = life.flux.broker(self.lease.broker(), now).await?;
+            let basis = Basis { broker, lease_is_ours: self.lease.is_ours() };
+            let is_due = life.wake.is_some_and(|wake| wake <= Instant::now());
+            if life.has_changed || is_due || life.basis.as_ref() != Some(&basis) {
+                self.decide_and_begin(&mut life, memory, basis, now).await;
+            }
+            self.report(&life.report);
         }
+    }
+
+    /// Makes a decision, and begins what it wants.
+    async fn decide_and_begin(&mut self, life: &mut Life, memory: &mut Memory, basis: Basis, now: Millis) {
+        life.has_changed = false;
+        let decision = self.decide(life, memory, &basis, now).await;
+        let tick = Instant::now() + TICK;
+        let is_settled = decision.report.standing == Standing::Serving && decision.actions.is_empty();
+        let at = |at: Millis| Instant::now() + Duration::from_millis(at.saturating_sub(now).max(1).unsigned_abs());
+        let known_until = [life.under_way.due(), self.lookups.due()].into_iter().flatten().min();
+        // What could not begin is decided again, and so is what waits for something else.
+        let again = if is_settled { known_until.map(|until| until.max(tick)) } else { Some(tick) };
+        let wake = [decision.wake.map(at), again].into_iter().flatten().min();
+        (life.wake, life.report, life.decided, life.basis) = (wake, decision.report, decision.actions, Some(basis));
+        self.begin(life).await;
     }
 
     /// Reports what people want to know. `report`: that of a decision; the default one if there was none.
@@ -156,28 +197,35 @@ impl Kubernetes {
         });
     }
 
-    /// Waits for a change, and takes in all that follow within a moment.
-    async fn wait(&mut self, life: &mut Life, wake: Instant) -> Result<(), RpcError> {
+    /// Waits for a change that matters, and takes in all that follow within a moment. Returns after [`TICK`] at the latest.
+    async fn wait(&mut self, life: &mut Life) -> Result<(), RpcError> {
+        let tick = Instant::now() + TICK;
+        let until = life.wake.map_or(tick, |wake| wake.min(tick));
+        while !life.has_changed && self.take_in(life, until).await? {}
+        if life.has_changed {
+            let gathered = Instant::now() + (life.took * 2).clamp(*GATHER.start(), *GATHER.end());
+            while self.take_in(life, gathered).await? {}
+        }
+        Ok(())
+    }
+
+    /// Waits for one change, and takes it in. Returns false if none came before `until`.
+    async fn take_in(&mut self, life: &mut Life, until: Instant) -> Result<bool, RpcError> {
         tokio::select! {
-            heard = life.flux.hear() => heard?,
-            Some(change) = self.changes.next() => self.watched.take(change, now()),
+            heard = life.flux.hear() => {
+                heard?;
+                life.has_changed = true;
+            }
+            Some(change) = self.changes.next() => life.has_changed |= self.watched.take(change, now()),
+            Ok(()) = self.bridge.told.changed() => life.has_changed = true,
             Some((number, answer)) = life.answers.next(), if !life.answers.is_empty() => {
+                life.has_changed = true;
                 self.take_answer(life, number, answer).await?;
+                self.begin(life).await;
             }
-            () = sleep_until(wake) => {}
+            () = sleep_until(until) => return Ok(false),
         }
-        let gathered = Instant::now() + (life.took * 2).clamp(*GATHER.start(), *GATHER.end());
-        loop {
-            tokio::select! {
-                heard = life.flux.hear() => heard?,
-                Some(change) = self.changes.next() => self.watched.take(change, now()),
-                Some((number, answer)) = life.answers.next(), if !life.answers.is_empty() => {
-                    self.take_answer(life, number, answer).await?;
-                    self.begin(life).await;
-                }
-                () = sleep_until(gathered) => return Ok(()),
-            }
-        }
+        Ok(true)
     }
 
     /// Takes in how an action was answered. If it may have been done and nothing tells, a pod is read; for a job the journal is read
@@ -208,16 +256,15 @@ impl Kubernetes {
     }
 
     /// Decides by all that is known; nothing, if the Lease is not ours or something is not known yet.
-    async fn decide(&mut self, life: &mut Life, memory: &mut Memory, now: Millis) -> Result<Decision, RpcError> {
-        let broker = life.flux.broker(self.lease.broker(), now).await?;
+    async fn decide(&mut self, life: &mut Life, memory: &mut Memory, basis: &Basis, now: Millis) -> Decision {
         let told = self.bridge.told.borrow().clone();
         let (Some(nodes), Some(kube_jobs)) = (self.watched.nodes(), self.watched.jobs()) else {
-            return Ok(Decision::loading());
+            return Decision::loading();
         };
         let bridged = self.watched.pods.by_uid.values().filter(|pod| pod.is_bridged);
         let namespaces = namespaces(bridged.clone(), kube_jobs.values());
         let Some((namespaces, doubtful)) = self.opted_in.among(&self.bridge.client, namespaces).await else {
-            return Ok(Decision::loading());
+            return Decision::loading();
         };
         let theirs = bridged.filter(|pod| namespaces.contains(&pod.namespace));
         let facts: Facts = self.lookups.facts(&self.bridge.client, theirs, kube_jobs).await;
@@ -229,7 +276,7 @@ impl Kubernetes {
         life.under_way.settle(&jobs, &pods, &facts, Instant::now());
         let mut world = World {
             settings: told.settings,
-            broker: Some(broker),
+            broker: Some(basis.broker.clone()),
             is_closing: told.is_closing,
             jobs: Some(jobs),
             pods: Some(pods),
@@ -240,7 +287,7 @@ impl Kubernetes {
             refused: life.under_way.refused(),
             under_way: life.under_way.actions(),
         };
-        let may_decide = life.flux.is_whole && self.watched.is_listed && self.lease.is_ours();
+        let may_decide = life.flux.is_whole && self.watched.is_listed && basis.lease_is_ours;
         let began = Instant::now();
         let decision = if may_decide { decide(&world, memory, now) } else { Decision::loading() };
         life.took = began.elapsed();
@@ -248,7 +295,7 @@ impl Kubernetes {
             life.flux.jobs = jobs;
         }
         self.watched.pods = world.pods.take().unwrap_or_default();
-        Ok(decision)
+        decision
     }
 
     /// Begins as much of what was decided as there is room for, while the Lease is ours.
@@ -269,7 +316,7 @@ impl Kubernetes {
                 // Somebody else may have written the Lease meanwhile. The API server may have taken long to answer, and the agent may be about
                 // to stop the broker now.
                 let is_named = self.lease.is_ours() && self.lease.broker() == Some(life.flux.name.as_str());
-                if !is_named || self.bridge.told.borrow().is_closing {
+                if !is_named || self.bridge.told.borrow().is_closing || !(self.bridge.may_start_queues)() {
                     continue;
                 }
             }

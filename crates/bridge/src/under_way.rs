@@ -107,6 +107,16 @@ impl UnderWay {
         self.refused.iter().map(|(gang, (words, _))| (gang.clone(), words.clone())).collect()
     }
 
+    /// When the next of them changes by itself: it may be tried again, or is forgotten.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        let begun = self.begun.iter().filter_map(|begun| match begun.progress {
+            Progress::Asked => None,
+            Progress::Done(_, until) | Progress::Paused(until) => Some(until),
+        });
+        let refused = self.refused.values().map(|(_, at)| *at + Duration::from_millis(PAUSE.unsigned_abs()));
+        begun.chain(refused).min()
+    }
+
     /// Forgets the actions whose result shows, and those that may be tried again.
     pub(crate) fn settle(&mut self, jobs: &Jobs, pods: &Pods, facts: &Facts, now: Instant) {
         self.begun.retain(|begun| match begun.progress {
@@ -158,6 +168,7 @@ mod tests {
             (Answer::Refused("no".to_owned()), 1),
             (Answer::Done(None), 10),
         ] {
+            let pause = Duration::from_secs(seconds);
             let job = JobRef { namespace: "default".into(), name: "train".into(), uid: "u".into() };
             let suspended = KubeJob { is_suspended: true, ..KubeJob::default() };
             let facts = Facts { jobs: [("u".to_owned(), suspended)].into(), ..Facts::default() };
@@ -166,11 +177,11 @@ mod tests {
                 let mut under_way = UnderWay::default();
                 let number = under_way.begin(Action::ResumeJob(job.clone()));
                 under_way.answer(number, answer.clone(), begin);
+                assert_eq!(under_way.due(), (seconds > 0).then_some(begin + pause), "{answer:?}");
                 under_way.settle(&Jobs::of(0), &Pods::default(), &facts, begin + after);
                 assert!(under_way.refused().is_empty());
                 !under_way.actions().is_empty()
             };
-            let pause = Duration::from_secs(seconds);
             let just_before = pause.saturating_sub(Duration::from_millis(1));
             assert_eq!((is_left_alone(just_before), is_left_alone(pause)), (seconds > 0, false), "{answer:?}");
         }

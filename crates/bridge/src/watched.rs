@@ -63,48 +63,106 @@ pub(crate) struct Watched {
     pub(crate) is_listed: bool,
     /// Why the last watch or list that failed did.
     failure: Option<String>,
-    nodes: Option<BTreeMap<String, Node>>,
-    jobs: Option<BTreeMap<String, KubeJob>>,
+    nodes: Listed<Node>,
+    jobs: Listed<KubeJob>,
     /// A list that is being read, which replaces what is there only at its end.
     new_pods: BTreeSet<String>,
-    new_nodes: BTreeMap<String, Node>,
-    new_jobs: BTreeMap<String, KubeJob>,
+    /// Those of the pods that are gone, and hold their cores still.
+    gone: BTreeSet<String>,
+}
+
+/// The objects of a kind as they were last; None until they have been listed.
+struct Listed<T> {
+    known: Option<BTreeMap<String, T>>,
+    /// A list that is being read.
+    new: BTreeMap<String, T>,
+}
+
+impl<T> Default for Listed<T> {
+    fn default() -> Self {
+        Self { known: None, new: BTreeMap::new() }
+    }
+}
+
+impl<T: PartialEq> Listed<T> {
+    /// Takes in an event. `keep`: what is kept of an object, and under which key. Returns true if anything that is kept has changed.
+    fn take<K>(&mut self, event: Event<K>, keep: impl Fn(K) -> (String, T)) -> bool {
+        match event {
+            Event::Init => {
+                self.new.clear();
+                false
+            }
+            Event::InitApply(object) => {
+                self.new.extend([keep(object)]);
+                false
+            }
+            Event::InitDone => {
+                let new = Some(std::mem::take(&mut self.new));
+                let has_changed = self.known != new;
+                self.known = new;
+                has_changed
+            }
+            Event::Apply(object) => put(self.known.get_or_insert_default(), keep(object)),
+            Event::Delete(object) => self.known.get_or_insert_default().remove(&keep(object).0).is_some(),
+        }
+    }
+}
+
+/// Returns true if `map` was another one before.
+fn put<T: PartialEq>(map: &mut BTreeMap<String, T>, (key, value): (String, T)) -> bool {
+    let has_changed = map.get(&key) != Some(&value);
+    if has_changed {
+        map.insert(key, value);
+    }
+    has_changed
 }
 
 impl Watched {
-    /// Takes in a change.
-    pub(crate) fn take(&mut self, change: Change, now: Millis) {
+    /// Takes in a change. Returns true if it matters: most of what is written to pods and Nodes does not.
+    pub(crate) fn take(&mut self, change: Change, now: Millis) -> bool {
         match change {
             Change::Pod(event) => self.take_pod(*event, now),
-            Change::Node(event) => self.take_node(*event),
-            Change::Job(event) => self.take_job(*event),
+            Change::Node(event) => self.nodes.take(*event, |node| (node.name_any(), slim(node))),
+            Change::Job(event) => self.jobs.take(*event, |job| (job.uid().unwrap_or_default(), kube_job(&job))),
             Change::Failed(reason) => {
                 debug!(reason, "a watch begins again");
                 self.failure = Some(reason);
+                false
             }
         }
     }
 
     /// Why it is not known which pods, Nodes and Jobs there are; None if all have been listed.
     pub(crate) fn waits_for(&self) -> Option<String> {
-        let is_complete = self.is_listed && self.nodes.is_some() && self.jobs.is_some();
+        let is_complete = self.is_listed && self.nodes().is_some() && self.jobs().is_some();
         (!is_complete)
             .then(|| self.failure.clone().unwrap_or_else(|| "pods, Nodes and Jobs are being listed".to_owned()))
     }
 
     /// The Nodes by name; None until they have been listed.
     pub(crate) fn nodes(&self) -> Option<&BTreeMap<String, Node>> {
-        self.nodes.as_ref()
+        self.nodes.known.as_ref()
     }
 
     /// The Jobs by uid; None until they have been listed.
     pub(crate) fn jobs(&self) -> Option<&BTreeMap<String, KubeJob>> {
-        self.jobs.as_ref()
+        self.jobs.known.as_ref()
     }
 
-    /// Forgets the pods whose cores need not be held any longer.
-    pub(crate) fn forget(&mut self, now: Millis) {
-        self.pods.by_uid.retain(|_, pod| pod.gone.is_none_or(|gone| now < gone.saturating_add(FORCED_HOLD)));
+    /// Forgets the pods whose cores need not be held any longer. Returns true if there was one.
+    pub(crate) fn forget(&mut self, now: Millis) -> bool {
+        let pods = &mut self.pods.by_uid;
+        let before = pods.len();
+        self.gone.retain(|uid| match pods.get(uid).and_then(|pod| pod.gone) {
+            Some(gone) if now < gone.saturating_add(FORCED_HOLD) => true,
+            Some(_) => {
+                pods.remove(uid);
+                false
+            }
+            // It is back: only a list had left it out.
+            None => false,
+        });
+        pods.len() < before
     }
 
     /// Takes in a pod that was read in answer to a conflict.
@@ -112,72 +170,59 @@ impl Watched {
         match pod.filter(|pod| pod.uid().as_deref() == Some(uid)) {
             Some(pod) => self.keep_pod(pod),
             None => self.lose(uid, now),
-        }
+        };
     }
 
-    fn take_pod(&mut self, event: Event<Pod>, now: Millis) {
+    fn take_pod(&mut self, event: Event<Pod>, now: Millis) -> bool {
         match event {
-            Event::Init => self.new_pods.clear(),
+            Event::Init => {
+                self.new_pods.clear();
+                false
+            }
             Event::InitApply(pod) => {
                 self.new_pods.extend(pod.uid());
-                self.keep_pod(&pod);
+                self.keep_pod(&pod)
             }
             Event::InitDone => {
                 let listed = std::mem::take(&mut self.new_pods);
                 let lost: Vec<_> = self.pods.by_uid.keys().filter(|uid| !listed.contains(*uid)).cloned().collect();
-                for uid in &lost {
-                    self.lose(uid, now);
-                }
-                if !std::mem::replace(&mut self.is_listed, true) {
+                let has_lost = lost.iter().fold(false, |any, uid| self.lose(uid, now) | any);
+                let is_first = !std::mem::replace(&mut self.is_listed, true);
+                if is_first {
                     self.pods.listed = now;
                 }
+                has_lost || is_first
             }
             Event::Apply(pod) => self.keep_pod(&pod),
             Event::Delete(pod) => {
                 // Its last state tells whether its containers had ended.
-                self.keep_pod(&pod);
-                self.lose(&pod.uid().unwrap_or_default(), now);
+                let has_changed = self.keep_pod(&pod);
+                self.lose(&pod.uid().unwrap_or_default(), now) | has_changed
             }
         }
     }
 
-    /// Only pods that matter are kept: those that are bridged, and those that take room on a node.
-    fn keep_pod(&mut self, pod: &Pod) {
+    /// Only pods that matter are kept: those that are bridged, and those that take room on a node. Returns true if anything has changed.
+    fn keep_pod(&mut self, pod: &Pod) -> bool {
         let view = PodView::of(pod, None);
         match view.is_bridged || (view.node.is_some() && !view.is_terminal()) {
-            true => drop(self.pods.by_uid.insert(view.uid.clone(), view)),
-            false => drop(self.pods.by_uid.remove(&view.uid)),
+            true => put(&mut self.pods.by_uid, (view.uid.clone(), view)),
+            false => self.pods.by_uid.remove(&view.uid).is_some(),
         }
     }
 
-    fn lose(&mut self, uid: &str, now: Millis) {
-        let Some(pod) = self.pods.by_uid.get_mut(uid) else { return };
+    /// The pod is gone. Returns true if anything has changed.
+    fn lose(&mut self, uid: &str, now: Millis) -> bool {
+        let Some(pod) = self.pods.by_uid.get_mut(uid) else { return false };
         if pod.node.is_none() || pod.is_terminal() {
             self.pods.by_uid.remove(uid);
+        } else if pod.gone.is_none() {
+            pod.gone = Some(now);
+            self.gone.insert(uid.to_owned());
         } else {
-            pod.gone.get_or_insert(now);
+            return false;
         }
-    }
-
-    fn take_node(&mut self, event: Event<Node>) {
-        match event {
-            Event::Init => self.new_nodes.clear(),
-            Event::InitApply(node) => drop(self.new_nodes.insert(node.name_any(), slim(node))),
-            Event::InitDone => self.nodes = Some(std::mem::take(&mut self.new_nodes)),
-            Event::Apply(node) => drop(self.nodes.get_or_insert_default().insert(node.name_any(), slim(node))),
-            Event::Delete(node) => drop(self.nodes.get_or_insert_default().remove(&node.name_any())),
-        }
-    }
-
-    fn take_job(&mut self, event: Event<Job>) {
-        let uid = |job: &Job| job.uid().unwrap_or_default();
-        match event {
-            Event::Init => self.new_jobs.clear(),
-            Event::InitApply(job) => drop(self.new_jobs.insert(uid(&job), kube_job(&job))),
-            Event::InitDone => self.jobs = Some(std::mem::take(&mut self.new_jobs)),
-            Event::Apply(job) => drop(self.jobs.get_or_insert_default().insert(uid(&job), kube_job(&job))),
-            Event::Delete(job) => drop(self.jobs.get_or_insert_default().remove(&uid(&job))),
-        }
+        true
     }
 }
 
@@ -211,5 +256,88 @@ fn kube_job(job: &Job) -> KubeJob {
         seconds: spec.and_then(|spec| spec.active_deadline_seconds).and_then(|seconds| u64::try_from(seconds).ok()),
         is_suspended: spec.and_then(|spec| spec.suspend) == Some(true),
         suspended_for: annotation.and_then(|word| SuspendReason::read(word)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::PodStatus;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const NOW: Millis = 1_800_000_000_000;
+
+    fn object<K: serde::de::DeserializeOwned>(value: Value) -> K {
+        serde_json::from_value(value).unwrap()
+    }
+
+    fn pod(scheduler: &str, node: Option<&str>) -> Pod {
+        object(json!({
+            "metadata": {"name": "p", "namespace": "default", "uid": "u"},
+            "spec": {"schedulerName": scheduler, "nodeName": node, "containers": []},
+        }))
+    }
+
+    #[test]
+    fn only_what_decisions_depend_on_is_a_change() {
+        let node = |heartbeat: &str, ready: &str| -> Node {
+            let condition = json!({"type": "Ready", "status": ready, "lastHeartbeatTime": heartbeat});
+            object(json!({"metadata": {"name": "n"}, "status": {"conditions": [condition]}}))
+        };
+        let (first, second) = ("2026-01-01T00:00:00Z", "2026-01-01T00:05:00Z");
+        let nodes = |event| Change::Node(Box::new(event));
+        let pods = |event| Change::Pod(Box::new(event));
+        let annotated = |mut pod: Pod, key: &str| {
+            pod.annotations_mut().insert(key.to_owned(), "new".to_owned());
+            pod
+        };
+        let bound = || pod("flux", Some("n"));
+        let ended = |mut pod: Pod| {
+            pod.status = Some(PodStatus { phase: Some("Succeeded".to_owned()), ..PodStatus::default() });
+            pod
+        };
+        let mut watched = Watched::default();
+        for (what, change, expected) in [
+            ("no Node", nodes(Event::InitDone), true),
+            ("a Node", nodes(Event::Apply(node(first, "True"))), true),
+            ("its heartbeat", nodes(Event::Apply(node(second, "True"))), false),
+            ("it is not Ready", nodes(Event::Apply(node(second, "False"))), true),
+            ("a list begins", nodes(Event::Init), false),
+            ("it is listed", nodes(Event::InitApply(node(first, "False"))), false),
+            ("the list is as it was", nodes(Event::InitDone), false),
+            ("it is gone", nodes(Event::Delete(node(first, "False"))), true),
+            ("no pod", pods(Event::InitDone), true),
+            ("a pod that another scheduler may bind", pods(Event::Apply(pod("other", None))), false),
+            ("it is bound", pods(Event::Apply(pod("other", Some("n")))), true),
+            ("it has ended", pods(Event::Apply(ended(pod("other", Some("n"))))), true),
+            ("a bridged pod", pods(Event::Apply(pod("flux", None))), true),
+            ("its gang", pods(Event::Apply(annotated(pod("flux", None), pods::pod::ANNOTATION_GANG))), true),
+            ("another annotation", pods(Event::Apply(annotated(bound(), "note"))), true),
+            ("the same again", pods(Event::Apply(bound())), false),
+            ("a list without it begins", pods(Event::Init), false),
+            ("it is missing", pods(Event::InitDone), true),
+            ("it is missing still", pods(Event::InitDone), false),
+            ("a failure", Change::Failed("403".to_owned()), false),
+        ] {
+            assert_eq!(watched.take(change, NOW), expected, "{what}");
+        }
+    }
+
+    #[test]
+    fn a_pod_that_is_gone_is_forgotten_once_its_containers_have_certainly_ended() {
+        for (what, comes_back, at, expected) in [
+            ("too early", false, NOW + FORCED_HOLD - 1, (false, 1)),
+            ("in time", false, NOW + FORCED_HOLD, (true, 0)),
+            ("it was only missing in a list", true, NOW + FORCED_HOLD, (false, 1)),
+        ] {
+            let mut watched = Watched::default();
+            watched.take_pod(Event::Apply(pod("flux", Some("n"))), NOW);
+            watched.take_pod(Event::Delete(pod("flux", Some("n"))), NOW);
+            if comes_back {
+                watched.take_pod(Event::Apply(pod("flux", Some("n"))), NOW);
+            }
+            assert_eq!((watched.forget(at), watched.pods.by_uid.len()), expected, "{what}");
+        }
     }
 }

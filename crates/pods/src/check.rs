@@ -1,4 +1,8 @@
 //! The check before binding: what kubelet would refuse a pod by. kubelet has the last word.
+//!
+//! Host jobs are not counted, whether they have just begun or not: a bridged pod is bound to cores that Flux gave to its own job, and Flux
+//! gives no core to two jobs. Flux knows nothing of other schedulers' pods, though, nor do these know of host jobs: on a node that has both,
+//! they may share cores, whatever the bridge binds.
 
 use std::collections::BTreeMap;
 

@@ -56,7 +56,9 @@ impl Look {
     }
 
     /// This look, corrected by a later one. A rank stays unexplained only if both looks say so. One that only the later look shows was not
-    /// held by an unknown job before, so a gang has ended there meanwhile.
+    /// held by an unknown job before, so a gang has ended there meanwhile. Or a host job has begun within this very look, and is left out: nothing
+    /// ends because of that, as whoever ends a broker keeps jobs from beginning before it looks (it stops the queues, or drains the ranks), and
+    /// no pod gets its cores, because those come from Flux.
     pub fn refined_by(self, next: Self) -> Self {
         let unexplained: IdSet = self.unexplained.0.intersection(&next.unexplained.0).copied().collect();
         let mut occupied = next.occupied;

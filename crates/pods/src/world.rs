@@ -67,6 +67,8 @@ impl Default for Settings {
 /// The lead's broker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Broker {
+    /// Names this life of the broker, as no other broker is named.
+    pub name: String,
     /// Since when it has been in state run; None if it is in any other, such as cleanup.
     pub in_run_since: Option<Millis>,
     /// Its queues.

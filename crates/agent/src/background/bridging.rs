@@ -12,6 +12,7 @@ use crate::{
         node_inputs::{Instance, NodeInputs},
     },
     node_ops::NodeOps,
+    other_process::uninstall_is_under_way,
 };
 use api::{FluxInstanceSpec, PodCounts, Roster, parse_duration};
 use base::error_chain;
@@ -99,6 +100,8 @@ impl Bridging {
                     client: ops.client.clone(),
                     connect: Box::new(|| Box::pin(broker_state::connect())),
                     told,
+                    // What starts now would end with the broker.
+                    may_start_queues: Box::new(|| !uninstall_is_under_way()),
                     identity: self.identity.clone(),
                     report,
                 };
@@ -114,8 +117,16 @@ impl Bridging {
             return;
         }
         let task = tokio::spawn(async move {
-            while let Err(error) = clean_up_once(starts_queues).await {
-                debug!(error = error_chain(&error), "can't end what a bridge may have left: trying again");
+            loop {
+                match uninstall_is_under_way() {
+                    true => debug!("flux-distribute uninstall runs: what a bridge may have left stays"),
+                    false => match clean_up_once(starts_queues).await {
+                        Ok(()) => return,
+                        Err(error) => {
+                            debug!(error = error_chain(&error), "can't end what a bridge may have left: trying again");
+                        }
+                    },
+                }
                 sleep(LOOK_AGAIN).await;
             }
         });

@@ -1,6 +1,6 @@
 //! Stops and starts queues. Between the last look at the jobs and the end of the lead's broker, no job may start. The agent stops only
 //! queues that are started, with a message of its own, so that any agent finds and starts them again if the epoch does not end after
-//! all. Queues that an administrator has stopped stay stopped. At the end of the instance nothing starts them again.
+//! all. Queues that an administrator has stopped stay stopped. At the end of the instance it stops all, and nothing starts them again.
 
 use std::path::Path;
 
@@ -30,6 +30,17 @@ pub async fn stop(host: &dyn Host, prefix: &Path, roster: &Roster, message: &str
         flux(host, prefix, roster, &[&stop[..], queue.as_slice()].concat()).await?;
     }
     Ok(())
+}
+
+/// Stops all queues for the end of the instance, so that no job ever starts again. Those that are stopped get another message: else a bridge
+/// that doesn't know of the end yet would start those that wait for it after a restart of the lead's broker. A scheduler that comes online
+/// later finds them stopped.
+///
+/// # Errors
+/// [`StepError::Flux`] or [`StepError::Host`]; some queues may be stopped.
+pub async fn end(host: &dyn Host, prefix: &Path, roster: &Roster) -> Result<(), StepError> {
+    let stop = ["queue", "stop", "--all", "--nocheckpoint", "--message", INSTANCE_ENDS];
+    flux(host, prefix, roster, &stop).await.map(drop)
 }
 
 /// Starts the queues that were stopped with one of `messages`.
@@ -90,6 +101,17 @@ fn named(queue: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixture;
+    use hostapi::{FakeHost, Ran};
+
+    #[tokio::test]
+    async fn the_end_of_the_instance_stops_queues_that_wait_for_a_bridge_as_well() {
+        let host =
+            FakeHost::answering([Ok(Answer::Ran(Ran { code: 0, stdout: String::new(), stderr: String::new() }))]);
+        end(&host, Path::new("/opt"), fixture::inputs().roster.as_ref().unwrap()).await.unwrap();
+        let [Order::Flux(order)] = &host.orders()[..] else { panic!("{:?}", host.orders()) };
+        assert_eq!(order.args, ["queue", "stop", "--all", "--nocheckpoint", "--message", INSTANCE_ENDS]);
+    }
 
     #[test]
     fn only_started_queues_are_stopped_and_only_what_we_have_stopped_is_started() {

@@ -47,7 +47,7 @@ pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Resul
             Removal::StopQueues => has_tried = true,
         }
         let (Some(state), Some(roster)) = (state, roster) else { continue };
-        match queues::stop(&*agent.ops.host, &state.prefix, &roster, queues::INSTANCE_ENDS).await {
+        match queues::end(&*agent.ops.host, &state.prefix, &roster).await {
             Ok(()) => agent.memory.queues.are_ended = true,
             Err(error) => warn!(error = error_chain(&error), "can't stop the queues"),
         }

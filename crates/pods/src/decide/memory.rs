@@ -15,4 +15,13 @@ pub struct Memory {
     pub(super) incomplete: BTreeMap<GangId, Millis>,
     /// What the bridge said about each pod, and when, by uid.
     pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Millis)>>,
+    pub(super) given_up: GivenUp,
+}
+
+/// The gangs that hold up a recovery no longer, because a job was refused for them.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct GivenUp {
+    /// The broker that is recovered from.
+    pub broker: String,
+    pub gangs: BTreeSet<GangId>,
 }

@@ -168,7 +168,8 @@ fn serve_gang<'a>(
     let jobs = round.jobs_of(&gang.id);
     let holdings = Holdings::of(gang, &jobs, &round.ranks, round.now);
     let is_canceled = cancels::evict(round, gang, &jobs);
-    let pins = pins::submit_pins(round, gang, &holdings, holdings.uncovered.iter().copied());
+    let is_paused = !holdings.uncovered.is_empty() && pause::reason_to_pause(round, &gang.id).is_some();
+    let pins = pins::submit_pins(round, gang, &holdings, holdings.uncovered.iter().copied(), is_paused);
     let mut progress = match &gang.problem {
         _ if gang.waiting().next().is_none() || is_canceled => Progress::default(),
         Some(problem) => Progress { words: Some(Words::problem(problem)), ..Progress::default() },

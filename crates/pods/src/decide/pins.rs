@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use api::Rank;
 use broker::job_id::JobId;
 
-use super::{hold::Holdings, pause::reason_to_pause, request::pin, round::Round};
+use super::{hold::Holdings, request::pin, round::Round};
 use crate::{action::Action, gangs::Gang, jobs::JobState, pod::PodView};
 
 /// How far Flux has been asked for the cores of a gang that no job holds.
@@ -30,12 +30,13 @@ pub(super) struct Pins {
     pub again: Again,
 }
 
-/// Submits one job for each rank of `pods`, unless one that lists them is pending.
+/// Submits one job for each rank of `pods`, unless one that lists them is pending, or the gang `is_paused`.
 pub(super) fn submit_pins<'a>(
     round: &mut Round<'a>,
     gang: &Gang<'a>,
     holdings: &Holdings<'a>,
     pods: impl IntoIterator<Item = (&'a PodView, Rank)>,
+    is_paused: bool,
 ) -> Pins {
     let mut by_rank: BTreeMap<Rank, Vec<&PodView>> = BTreeMap::new();
     for (pod, rank) in pods {
@@ -65,7 +66,7 @@ pub(super) fn submit_pins<'a>(
         }
         if !round.broker.accepts_jobs && !holdings.uncovered.is_empty() {
             pins.again = Again::Disabled;
-        } else if !round.broker.accepts_jobs || reason_to_pause(round, &gang.id).is_some() {
+        } else if !round.broker.accepts_jobs || is_paused {
             pins.again = Again::Paused;
         } else if let Some(request) = pin(round, gang, &missing, rank) {
             round.actions.push(Action::Submit(Box::new(request)));

@@ -3,8 +3,8 @@
 //! The queues are stopped. Every gang that had resources gets jobs for the very cores that its pods have, before the old jobs
 //! are cancelled: wherever this is interrupted, it is known what to hold. Then the queues are started, and those jobs are
 //! first. Nothing waits for a rank that is down or drained: its jobs stay pending, and are the first there when it returns. Nor does
-//! anything wait for a gang whose new jobs Flux refuses: what is left of its old ones stays, and holds what it can. But if Flux takes no
-//! jobs at all (`flux queue disable`), the queues stay stopped while any pod runs on cores that no job holds.
+//! anything wait for a gang whose new jobs Flux refuses: what is left of its old ones stays, and holds what it can. One refusal counts
+//! until the recovery ends: however many gangs are refused, each is asked for once. But if Flux takes no jobs at all (`flux queue disable`), the queues stay stopped while any pod runs on cores that no job holds.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ use broker::job_id::JobId;
 
 use super::{
     hold::Holdings,
-    memory::Memory,
+    memory::{GivenUp, Memory},
     pause::reason_to_pause,
     pins::{Again, submit_pins},
     request::request,
@@ -64,6 +64,10 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
             round.actions.push(Action::StopQueues(format!("{NOTE}gives pods that run their cores again")));
             return Recovery::Queues;
         }
+    }
+    // A refusal by a broker that takes no jobs, or by an earlier one, says nothing.
+    if memory.given_up.broker != round.broker.name || !round.broker.accepts_jobs {
+        memory.given_up = GivenUp { broker: round.broker.name.clone(), gangs: BTreeSet::new() };
     }
     let gangs = std::mem::take(&mut round.gangs);
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
@@ -117,9 +121,19 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
         let free = slots.filter(|(_, pod)| pod.is_none()).map(|(slot, _)| slot.rank);
         pods.extend(gang.waiting().zip(free));
     }
-    let pins = submit_pins(round, gang, &holdings, pods);
+    let is_paused = is_given_up(round, memory, &gang.id);
+    let pins = submit_pins(round, gang, &holdings, pods, is_paused);
     needed.extend(pins.pending);
     pins.again
+}
+
+/// True if a job was refused for `gang` in this recovery. If it were asked for again after a while, a recovery might never end: by the
+/// time at which the last of some thousand gangs is refused, the first ones would be due again.
+fn is_given_up(round: &mut Round, memory: &mut Memory, gang: &GangId) -> bool {
+    if reason_to_pause(round, gang).is_some() {
+        memory.given_up.gangs.insert(gang.clone());
+    }
+    memory.given_up.gangs.contains(gang)
 }
 
 /// A gang of which nothing is bound is asked for as a whole, before all others.
@@ -129,7 +143,7 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
     if !was_given || is_asked || gang.problem.is_some() {
         return Again::Asked;
     }
-    if reason_to_pause(round, &gang.id).is_some() {
+    if is_given_up(round, memory, &gang.id) {
         return Again::Paused;
     }
     let pods: Vec<&PodView> = gang.waiting().collect();

@@ -71,6 +71,7 @@ impl Bed {
     pub fn new(nodes: &[u32]) -> Self {
         let seen = World {
             broker: Some(Broker {
+                name: "the first".to_owned(),
                 in_run_since: Some(BEGIN),
                 queues: Queues::Started,
                 accepts_jobs: true,
@@ -331,9 +332,10 @@ impl Bed {
         // Processes do not survive.
         self.jobs.retain(|_, job| job.slots.is_none() || job.bridged().is_some());
         self.forget_unknown();
-        let accepts_jobs = self.broker().accepts_jobs;
-        *self.broker() =
-            Broker { in_run_since: Some(self.now), queues: Queues::Stopped, accepts_jobs, is_recovered: false };
+        let now = self.now;
+        let broker = self.broker();
+        broker.name.push_str(", and the next");
+        (broker.in_run_since, broker.queues, broker.is_recovered) = (Some(now), Queues::Stopped, false);
         self.reread();
     }
 

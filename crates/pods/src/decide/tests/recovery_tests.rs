@@ -163,6 +163,33 @@ fn nothing_waits_for_a_gang_whose_jobs_flux_refuses() {
 }
 
 #[test]
+fn a_recovery_ends_though_flux_refuses_more_gangs_than_can_be_asked_for_within_a_pause() {
+    let mut bed = Bed::new(&[4]);
+    bed.create(["a", "b", "c"].map(|name| pod(name, 1)));
+    bed.settle();
+    bed.run_all();
+    let held = ["default/a 1x1 @0", "default/b 1x1 @0", "default/c 1x1 @0"];
+    for life in 1..=2 {
+        bed.restart_broker(|_| false, false);
+        let mut refusals = 0;
+        let asked = |action: &Action| match action {
+            Action::Submit(request) => Some(request.record.gang.clone()),
+            _ => None,
+        };
+        while let Some(gang) = bed.decide().actions.iter().find_map(asked) {
+            refusals += 1;
+            assert!(refusals <= 3, "life {life}: a gang is asked for again before the queues are started");
+            // By the time at which one is refused, those before it might be asked for again.
+            bed.seen.refused = [(gang, "no".to_owned())].into();
+        }
+        assert_eq!(refusals, 3, "life {life}: each is asked for once");
+        bed.seen.refused.clear();
+        bed.settle();
+        assert_eq!((bed.broker().queues, bed.shown_jobs()), (Queues::Started, held.map(str::to_owned).into()));
+    }
+}
+
+#[test]
 fn the_queues_stay_stopped_while_flux_takes_no_jobs_and_pods_run_on_cores_that_no_job_holds() {
     for (what, keeps) in [("its old job holds its cores", true), ("nobody holds its cores", false)] {
         let mut bed = running();
