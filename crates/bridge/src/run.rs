@@ -102,7 +102,7 @@ struct Life {
     report: Report,
     /// What it was made by, beside what [`Life::has_changed`] stands for.
     basis: Option<Basis>,
-    /// Something of what was told, watched, heard or answered has changed since.
+    /// Something of the agent, of a watch, of Flux or of an answer has changed since.
     has_changed: bool,
     /// When to decide again though nothing has changed.
     wake: Option<Instant>,
