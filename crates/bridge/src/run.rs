@@ -102,7 +102,7 @@ struct Life {
     report: Report,
     /// What it was made by, beside what [`Life::has_changed`] stands for.
     basis: Option<Basis>,
-    /// Something of the agent, of a watch, of Flux or of an answer has changed since.
+    /// The agent, the API server or Flux has sent something since that matters, or an action was answered.
     has_changed: bool,
     /// When to decide again though nothing has changed.
     wake: Option<Instant>,
