@@ -23,7 +23,7 @@ use nix::{
 };
 
 pub use super::{
-    removal::{open_in, refuse_mounts, remove_all_if_there},
+    removal::{mounts_in, open_in, refuse_mounts, remove_all_if_there},
     underneath::{exchange_in, rename_in},
 };
 use hostapi::Refusal;
@@ -270,6 +270,17 @@ pub fn look_in(directory: &File, name: &OsStr) -> io::Result<fs::Metadata> {
 /// If there is nothing.
 pub fn open_only_path(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags((OFlag::O_PATH | OFlag::O_NOFOLLOW).bits()).open(path)
+}
+
+/// True if something is at `path`, a symlink too. Does not ask what a user may have mounted over it.
+///
+/// # Errors
+/// If the way to it can't be followed.
+pub fn is_there(path: &Path) -> io::Result<bool> {
+    match open_only_path(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        found => found.map(|_| true),
+    }
 }
 
 /// True for a relative path without `..` or other special parts.

@@ -10,8 +10,6 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use nix::unistd::geteuid;
-
 /// One line of mountinfo.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
@@ -34,11 +32,6 @@ impl Mount {
     pub fn fuse_user(&self) -> Option<u32> {
         let option = |option: &str| option.strip_prefix("user_id=")?.parse().ok();
         self.super_options.split(',').find_map(option).filter(|_| self.kind.starts_with("fuse"))
-    }
-
-    /// True if it is a FUSE mount of a user that root does not trust.
-    pub fn is_by_user(&self) -> bool {
-        self.fuse_user().is_some_and(|uid| uid != 0 && uid != geteuid().as_raw())
     }
 
     /// True if neither the mount nor its file system is read-only.

@@ -2,7 +2,7 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    fs::{self, File, Permissions},
+    fs::{File, Permissions},
     io,
     os::unix::{
         ffi::OsStrExt,
@@ -20,7 +20,7 @@ use nix::{
 };
 
 use super::{
-    files::{absent_is_fine, split},
+    files::{is_there, split},
     mountinfo::{self, Mount},
     trust,
     underneath::underneath,
@@ -42,10 +42,10 @@ const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// If it can't be removed; as for [`refuse_mounts`], and then nothing was removed.
 pub fn remove_all_if_there(path: &Path) -> io::Result<()> {
     let (above, name) = split(path)?;
-    if let Err(error) = fs::symlink_metadata(above) {
-        return absent_is_fine(Err(error));
+    if !is_there(path)? {
+        return Ok(());
     }
-    refuse_mounts(path, Mount::is_by_user)?;
+    refuse_mounts(path, trust::is_by_user)?;
     let removed = underneath(above, |above| match unlinkat(above, name, UnlinkatFlags::NoRemoveDir) {
         Ok(()) | Err(Errno::ENOENT) => Ok(()),
         Err(Errno::EISDIR) => remove_tree(above, name),
@@ -178,21 +178,28 @@ fn empty_but_for_full_directories(directory: &File) -> io::Result<Vec<OsString>>
     Ok(full)
 }
 
+/// What is mounted on or inside `directory`, in mount order. Points have no symlinks.
+///
+/// # Errors
+/// If the directory above can't be examined, or /proc can't be read.
+pub fn mounts_in(directory: &Path) -> io::Result<Vec<Mount>> {
+    let (above, name) = split(directory)?;
+    // mountinfo lists paths without symlinks. The last part is not examined, because a user may have mounted something
+    // over it.
+    let directory = match above.canonicalize() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        above => above?.join(name),
+    };
+    Ok(mountinfo::own()?.into_iter().filter(|mount| mount.point.starts_with(&directory)).collect())
+}
+
 /// Fails if something is mounted inside `directory`: it is not ours, and would go with its mount point. `is_spared` gets
 /// each mount (its point without symlinks) and is true for one that may go or is left alone.
 ///
 /// # Errors
 /// `ResourceBusy` with the first mount point; or if /proc can't be read.
 pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Mount) -> bool) -> io::Result<()> {
-    let (above, name) = split(directory)?;
-    // mountinfo lists paths without symlinks. The last part is not examined, because a user may have mounted something
-    // over it.
-    let directory = match above.canonicalize() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        above => above?.join(name),
-    };
-    let mut inside = mountinfo::own()?.into_iter().filter(|mount| mount.point.starts_with(&directory));
-    match inside.find(|mount| !is_spared(mount)) {
+    match mounts_in(directory)?.into_iter().find(|mount| !is_spared(mount)) {
         Some(Mount { point, .. }) => Err(io::Error::new(
             io::ErrorKind::ResourceBusy,
             format!("something is mounted on {}: unmount it", point.display()),
@@ -204,6 +211,7 @@ pub fn refuse_mounts(directory: &Path, is_spared: impl Fn(&Mount) -> bool) -> io
 #[cfg(test)]
 pub(crate) mod tests {
     use std::{
+        fs,
         os::unix::fs::symlink,
         sync::atomic::{AtomicBool, Ordering},
     };

@@ -27,8 +27,7 @@ use nix::{
 };
 
 use super::files::{
-    Owner, host_path, make_dir, open_only_path, open_uncovered, remove_all_if_there, remove_if_there, sync_parent,
-    write_atomic,
+    self, Owner, host_path, make_dir, open_uncovered, remove_all_if_there, remove_if_there, sync_parent, write_atomic,
 };
 use crate::dumps::DUMPS;
 use hostapi::{Refusal, StateDir};
@@ -232,20 +231,13 @@ pub fn is_kept(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let is_statedir = name == STATEDIR || name.starts_with("state.");
     (is_statedir || name == DUMPS)
-        && match open_uncovered(path) {
-            Ok(directory) => !is_statedir || may_be_there(&host_path(&directory).join(ID)),
-            Err(error) => match error.kind() {
-                io::ErrorKind::NotFound => false,
-                // A file of that name, or an administrator's symlink to another place.
-                io::ErrorKind::NotADirectory => fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()),
-                _ => true,
-            },
+        && match open_uncovered(path).map_err(|error| error.kind()) {
+            Ok(directory) => !is_statedir || files::is_there(&host_path(&directory).join(ID)).unwrap_or(true),
+            Err(io::ErrorKind::NotFound) => false,
+            // A file of that name, or an administrator's symlink to another place.
+            Err(io::ErrorKind::NotADirectory) => fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()),
+            Err(_) => true,
         }
-}
-
-/// False only if there certainly is nothing.
-fn may_be_there(path: &Path) -> bool {
-    !open_only_path(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// Gives the statedir to `owner`, unless owner and mode of its top directory show that this was completed before.

@@ -24,7 +24,11 @@ use nix::{
     unistd::geteuid,
 };
 
-use super::{Root, files::host_path, mountinfo};
+use super::{
+    Root,
+    files::host_path,
+    mountinfo::{self, Mount},
+};
 use hostapi::Refusal;
 
 /// The number of symlinks that Linux follows.
@@ -139,6 +143,11 @@ impl Rule {
 /// True for root and for this process's own user: no other user may own what root trusts.
 pub fn is_trusted(uid: u32) -> bool {
     uid == 0 || is_own(uid)
+}
+
+/// True for a FUSE mount of a user that root does not trust.
+pub fn is_by_user(mount: &Mount) -> bool {
+    mount.fuse_user().is_some_and(|uid| !is_trusted(uid))
 }
 
 /// True for this process's own user.

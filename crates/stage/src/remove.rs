@@ -101,8 +101,8 @@ fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusa
     let is_spared = |mount: &Mount| {
         let below = mount.point.strip_prefix(&prefix).ok().and_then(|below| below.components().next());
         let Some(child) = below.map(|name| prefix.join(name)) else { return true };
-        let goes_with_it = mount.is_by_user() && child == prefix.join(ENVIRONMENTS);
-        let hides_it = mount.is_by_user() && child == mount.point;
+        let goes_with_it = trust::is_by_user(mount) && child == prefix.join(ENVIRONMENTS);
+        let hides_it = trust::is_by_user(mount) && child == mount.point;
         goes_with_it || (keep_state && !hides_it && statedir::is_kept(&child))
     };
     refuse_mounts(&prefix, is_spared).map_err(|error| Refusal::io("remove", &prefix, &error))

@@ -61,8 +61,8 @@ pub struct CreateBundle {
     pub platform: Vec<String>,
     /// The format of the result and of the progress. json: one object per line on stdout, each with `event`: `progress`
     /// and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds), then
-    /// `done` (file, url, size, sha256, kind, platforms, prefix or packages, and warning
-    /// if the bundle lacks something).
+    /// `done` (file, url, size, sha256, kind, platforms, prefix or packages, and `warning` if the bundle lacks
+    /// something).
     #[arg(long, short, value_enum, default_value_t = OutputFormat::Text)]
     pub output: OutputFormat,
 }

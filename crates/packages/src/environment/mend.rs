@@ -33,10 +33,10 @@ use crate::{
 use base::error_chain;
 use host::{
     BrokerProcesses, HostLock, Root,
-    files::{host_path, look_in, open_in, open_uncovered, refuse_mounts, sync_file_system},
+    files::{host_path, look_in, mounts_in, open_in, open_uncovered, sync_file_system},
     lock::WAIT,
     state::{ENVIRONMENTS, environment},
-    trust::is_trusted,
+    trust::{is_by_user, is_trusted},
 };
 use hostapi::{Difference, LinkOrder, Mended, Progress, Refusal, What};
 
@@ -86,8 +86,8 @@ pub fn mend(
             )));
         }
         // What a user has mounted something on can't be replaced in place.
-        let has_users_mounts = refuse_mounts(&place, |mount| !mount.is_by_user()).is_err();
-        if was_open || has_users_mounts {
+        let mounts = mounts_in(&place).map_err(|e| failure("look for mounts in", &e))?;
+        if was_open || mounts.iter().any(is_by_user) {
             environments.replace(&fresh, digest).map_err(|e| failure("replace", &e))?;
             opened.forget().map_err(|e| failure("forget what was open in", &e))?;
             Mended { mended: found.into_iter().map(in_utf8).collect(), left: Vec::new() }

@@ -228,17 +228,19 @@ pub(crate) struct RecordedFile {
     pub bytes: Option<u64>,
 }
 
-/// The files in conda's own records of the environment at `root`, and the records that can't be read
-/// or that others may write.
+/// The files in conda's own records of the environment at `root`, and the records that can't be read or that
+/// others may write.
 pub(crate) fn by_packages(root: &Path, tree: &Tree) -> (BTreeMap<PathBuf, RecordedFile>, Vec<PathBuf>) {
     let (mut recorded_files, mut unreadable) = (BTreeMap::new(), Vec::new());
+    let below = HostRoot::without_mounts(root);
     let read = |path: &Path, found: &fs::Metadata| -> io::Result<PrefixRecord> {
         // What others may write proves nothing, and a user who owns it can make its reader wait (F_SETLEASE).
         if !trust::is_trusted(found.uid()) || is_open(found) {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         let mut text = Vec::new();
-        open_below(&HostRoot::without_mounts(root)?, path)?.take(MAX_METADATA).read_to_end(&mut text)?;
+        let below = below.as_ref().map_err(|error| io::Error::from(error.kind()))?;
+        open_below(below, path)?.take(MAX_METADATA).read_to_end(&mut text)?;
         Ok(serde_json::from_slice(&text)?)
     };
     for (path, found) in tree.files.iter().filter(|(path, _)| is_package_record(path)) {

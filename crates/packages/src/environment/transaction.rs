@@ -22,12 +22,12 @@ use crate::{
 };
 use host::{
     BrokerProcesses, Occupant, Root,
-    files::{exchange_in, open_only_path, refuse_mounts, remove_all_if_there, rename_in, sync_file_system},
+    files::{exchange_in, is_there, refuse_mounts, remove_all_if_there, rename_in, sync_file_system},
     lock::{self, FileLock},
-    mountinfo::Mount,
     occupants,
     room::{Room, says_full},
     state::ENVIRONMENTS,
+    trust::is_by_user,
 };
 use hostapi::Refusal;
 
@@ -151,7 +151,7 @@ impl<'a> Environments<'a> {
     /// never leaves. Fails if the broker or a job uses it.
     pub(crate) fn clear(&self, digest: &str) -> Result<(), Refusal> {
         let place = self.place(digest);
-        if !self.has(digest).map_err(|e| self.failure("look into", &e))? {
+        if !is_there(&place).map_err(|e| self.failure("look into", &e))? {
             return Ok(());
         }
         let name = [digest.to_owned()];
@@ -172,9 +172,10 @@ impl<'a> Environments<'a> {
     /// returned.
     ///
     /// # Errors
-    /// The file system's; `ResourceBusy` if something other than a user's FUSE file system is mounted in it. The environment is unchanged then.
+    /// The file system's; `ResourceBusy` if something other than a user's FUSE file system is mounted in it. The
+    /// environment is unchanged then.
     pub(crate) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
-        refuse_mounts(&self.place(digest), Mount::is_by_user)?;
+        refuse_mounts(&self.place(digest), is_by_user)?;
         let aside = self.free_old_name(digest)?;
         rename_in(&self.path, digest, &aside)?;
         // From here on no new process can find it under its name, so the check below sees every user.
@@ -182,14 +183,13 @@ impl<'a> Environments<'a> {
         self.discard_aside(&aside, digest)
     }
 
-    /// Puts the complete environment `fresh`, which must be on the disk, in the place of another one, in one step, if the file
-    /// system can do that: every process finds one of them.
-    /// The other one stays under a temporary name while a process uses it.
+    /// Puts the complete environment `fresh`, which must be on the disk, in the place of another one. If the file system
+    /// can do that, in one step: every process finds one of them. The other one stays under a temporary name while a process uses it.
     ///
     /// # Errors
     /// As for [`Self::discard`]. The environment may have been replaced then, but is complete in either case.
     pub(crate) fn replace(&self, fresh: &Path, digest: &str) -> io::Result<()> {
-        refuse_mounts(&self.place(digest), Mount::is_by_user)?;
+        refuse_mounts(&self.place(digest), is_by_user)?;
         let aside = self.free_old_name(digest)?;
         // If this process is killed from here on, the next run removes what has that name.
         fs::rename(fresh, self.path.join(&aside))?;
@@ -225,19 +225,11 @@ impl<'a> Environments<'a> {
         // Directories that were set aside earlier may still be there because a process uses them.
         let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
         for name in names.take(MOST_OLD) {
-            if !self.has(&name)? {
+            if !is_there(&self.path.join(&name))? {
                 return Ok(name);
             }
         }
         Err(io::Error::other(format!("{MOST_OLD} of {digest} are still in use")))
-    }
-
-    /// True if `envs/` has something of this name. Does not ask what a user may have mounted over it.
-    fn has(&self, name: &str) -> io::Result<bool> {
-        match open_only_path(&self.path.join(name)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            found => found.map(|_| true),
-        }
     }
 
     /// Removes what was set aside under the name `aside`, unless a process uses it: then it gets its name back if that
@@ -245,7 +237,7 @@ impl<'a> Environments<'a> {
     fn discard_aside(&self, aside: &str, digest: &str) -> io::Result<Option<Occupant>> {
         let names = [digest.to_owned(), aside.to_owned()];
         // If a new environment has the name meanwhile, its users don't count.
-        let replaced = self.has(digest)?;
+        let replaced = is_there(&self.place(digest))?;
         let looked_for = if replaced { &names[1..] } else { &names[..] };
         match self.used(looked_for).map(|found| found.into_values().next()) {
             Ok(None) => {
