@@ -33,6 +33,11 @@ disk() {
         mount -t ext4 -o loop /tmp/image /tmp/mounted'
 }
 api_server() { [ -x "${KUBEBUILDER_ASSETS:-}/etcd" ] && [ -x "$KUBEBUILDER_ASSETS/kube-apiserver" ]; }
+# Flux starts Fluxion by a script in its own configuration directory, without which it loads sched-simple.
+fluxion() {
+    [ -e "$flux/lib/flux/modules/sched-fluxion-qmanager.so" ] || return
+    [ -e "$("$flux/bin/flux" config builtin confdir)/rc1.d/01-sched-fluxion" ]
+}
 systemd() { [ -d /run/systemd/system ] && [ -n "${FLUX_DISTRIBUTE_TEST_SYSTEMD:-}" ]; }
 
 flux=${FLUX_PREFIX:-/opt/flux}
@@ -44,7 +49,7 @@ look disk "a file can't be made into an ext4 file system and mounted" disk
 look fuse "there is no /dev/fuse" test -e /dev/fuse
 look memfd-noexec "this kernel has no vm.memfd_noexec" test -e /proc/sys/vm/memfd_noexec
 look flux "no Flux in $flux (FLUX_PREFIX)" test -x "$flux/bin/flux"
-look fluxion "no Fluxion in $flux (FLUX_PREFIX)" test -e "$flux/lib/flux/modules/sched-fluxion-qmanager.so"
+look fluxion "no Fluxion in $flux (FLUX_PREFIX), or that Flux does not load it" fluxion
 look apiserver "no etcd and kube-apiserver in KUBEBUILDER_ASSETS" api_server
 look kubectl "no kubectl in PATH (KUBECTL)" test -x "${KUBECTL:-$(command -v kubectl)}"
 look systemd "systemd does not run, or FLUX_DISTRIBUTE_TEST_SYSTEMD does not permit to change its units" systemd

@@ -256,6 +256,16 @@ fn a_flux_whose_configuration_is_elsewhere_is_packed_with_a_warning() {
     }
 }
 
+#[test]
+fn a_flux_that_does_not_answer_is_packed_all_the_same() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, out) = (directory.path().join("from"), directory.path().join("flux.tar.gz"));
+    installed_flux(&from);
+    // Its child keeps the output open, too.
+    fs::write(from.join("bin/flux"), "#!/bin/sh\nsleep 1000 &\nsleep 1000\n").unwrap();
+    create(&from, &out).unwrap();
+}
+
 /// A bundle with entries that no honest tool writes.
 struct Forged(tar::Builder<GzEncoder<Vec<u8>>>);
 

@@ -34,7 +34,7 @@ pub enum Need {
     MemfdNoexec,
     /// Flux is at [`flux_prefix`].
     Flux,
-    /// That Flux has the scheduler Fluxion.
+    /// That Flux has the scheduler Fluxion, and loads it.
     Fluxion,
     /// `KUBEBUILDER_ASSETS` names a directory with etcd and kube-apiserver.
     ApiServer,
@@ -110,7 +110,10 @@ impl Need {
             Self::Fluxion => Self::Flux.lacking().or_else(|| {
                 let prefix = flux_prefix();
                 let module = prefix.join("lib/flux/modules/sched-fluxion-qmanager.so");
-                unless(module.is_file(), &format!("the Flux in {} has no Fluxion", prefix.display()))
+                unless(
+                    module.is_file() && loads_fluxion(&prefix),
+                    &format!("the Flux in {} has no Fluxion, or does not load it", prefix.display()),
+                )
             }),
             Self::ApiServer => {
                 let assets = env::var_os("KUBEBUILDER_ASSETS").map(PathBuf::from);
@@ -192,6 +195,13 @@ pub fn is_required(need: Need, required: &str) -> bool {
 /// Where the Flux of this machine is: `FLUX_PREFIX`, or /opt/flux.
 pub fn flux_prefix() -> PathBuf {
     env::var_os("FLUX_PREFIX").unwrap_or_else(|| "/opt/flux".into()).into()
+}
+
+/// Flux starts Fluxion by a script in its own configuration directory, without which it loads sched-simple.
+fn loads_fluxion(prefix: &Path) -> bool {
+    let asked = Command::new(prefix.join("bin/flux")).args(["config", "builtin", "confdir"]).output();
+    let directory = asked.map(|asked| String::from_utf8_lossy(&asked.stdout).trim().to_owned());
+    directory.is_ok_and(|directory| Path::new(&directory).join("rc1.d/01-sched-fluxion").exists())
 }
 
 /// The channel that `FLUX_TEST_CHANNEL` names.

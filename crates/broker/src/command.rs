@@ -182,6 +182,12 @@ fn fingerprint(argv: &[String], env: &BTreeMap<String, String>, run_as: &str, cp
 /// Tells a user why Flux lists ranks without a member as down.
 pub const SPARES_EXPLAINED: &str = "flux-spare-N: a rank that is kept free for a node that may join; Flux lists it as down or offline, and the tree above it as partial, and nothing is wrong with that";
 
+/// Asks the broker of rank 0 for an answer, and exits with [`NO_ANSWER`] if none comes: without rank 0, most flux commands
+/// wait without a word.
+pub const PING_LEAD: [&str; 6] = ["timeout", "3", "flux", "ping", "--count=1", "0"];
+/// The exit code of timeout(1) at its limit.
+pub const NO_ANSWER: i32 = 124;
+
 /// What the connect script reports if rank 0 does not answer.
 const LEAD_SILENT: &str = "flux-connect.sh: the broker of rank 0 does not answer; flux commands may wait until it does. The \
                            FluxInstance's message says what is wrong: kubectl -n flux-distribute get fxi, in local mode \
@@ -192,6 +198,7 @@ const LEAD_SILENT: &str = "flux-connect.sh: the broker of rank 0 does not answer
 pub fn connect_script(environment: &Path, run_as: &str) -> String {
     let bin = environment.join("bin");
     let bin = bin.display();
+    let ping = PING_LEAD.join(" ");
     let become_owner = if run_as == "root" || run_as == "0" {
         String::new()
     } else {
@@ -204,7 +211,7 @@ pub fn connect_script(environment: &Path, run_as: &str) -> String {
         "{CONNECT_HEADER}, or runs a command in it: flux-connect.sh [COMMAND...]\n\
          {become_owner}export PATH=\"{bin}:$PATH\" FLUX_URI=\"{BROKER_URI}\"\n\
          # Without rank 0, most flux commands wait without a word. Any other failure they report themselves.\n\
-         timeout 3 flux ping --count=1 0 >/dev/null 2>&1\n[ $? != 124 ] || echo \"{LEAD_SILENT}\" >&2\n\
+         {ping} >/dev/null 2>&1\n[ $? != {NO_ANSWER} ] || echo \"{LEAD_SILENT}\" >&2\n\
          [ $# -eq 0 ] || exec \"$@\"\n\
          [ ! -t 1 ] || echo \"{SPARES_EXPLAINED}\"\nexec \"${{SHELL:-/bin/sh}}\"\n"
     )

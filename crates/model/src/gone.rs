@@ -5,14 +5,17 @@ use super::members::Members;
 use api::{FluxNodeSpec, Rank, Roster};
 
 /// The message about the member of `rank`; None if its Node exists or the rank has no member.
-pub fn message(roster: &Roster, rank: Rank) -> Option<String> {
-    roster.member(rank)?.gone_since?;
+pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String> {
+    let member = roster.member(rank)?;
+    member.gone_since?;
     Some(if rank == 0 && roster.established {
         // The planner never reassigns rank 0 by itself, because only that host's disk has the queue.
         "its Node is gone, and the queue with it: bring the machine back under its name; or run `flux-distribute recover --lead \
          NODE --from DUMP` in the pod of the node that is to lead; or give up the queue there with `flux-distribute reset --lead \
          NODE`"
             .to_owned()
+    } else if members.nodes.named(&member.node).is_some() {
+        "its Node is gone, and another machine has a Node of that name now".to_owned()
     } else {
         "its Node is gone".to_owned()
     })
@@ -22,7 +25,7 @@ pub fn message(roster: &Roster, rank: Rank) -> Option<String> {
 /// the FluxNode belongs to no such member.
 pub fn spec(members: &Members, roster: &Roster, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
     let rank = members.rank_on(&before.node_name)?;
-    let reason = message(roster, rank)?;
+    let reason = message(members, roster, rank)?;
     Some(FluxNodeSpec { lost_by_lead: !members.is_online(rank), reason: Some(reason), ..before.clone() })
 }
 
@@ -56,6 +59,16 @@ mod tests {
         assert!(spec.lost_by_lead && reason.contains("recover --lead") && reason.contains("reset --lead"), "{reason}");
         assert!(line.contains(&reason), "{line}");
         assert_eq!((spec.rank, spec.fetch_from), (Some(0), None));
+    }
+
+    #[test]
+    fn another_machine_with_the_name_of_one_that_is_gone_is_told_apart() {
+        let mut world = World::up(3);
+        world.nodes.iter_mut().find(|view| view.name == "node2").unwrap().uid = "of-another-machine".to_owned();
+        world.reports.get_mut("node1").unwrap().offline = vec![1];
+        world.settle();
+        let line = status(&world.seen(), 1, world.planned().as_ref(), None).message.unwrap();
+        assert!(line.contains("its Node is gone, and another machine has a Node of that name"), "{line}");
     }
 
     #[test]

@@ -355,7 +355,7 @@ fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus
         });
         let unready = (!members.is_ready(rank)).then(|| "its Node is not Ready".to_owned());
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
-        let cause = gone::message(roster, rank).or(silent).or(unready).or(agentless);
+        let cause = gone::message(members, roster, rank).or(silent).or(unready).or(agentless);
         // An agent has nothing to say where its phase says it all, for the moment between two steps.
         let phase = || match &report?.phase {
             NodePhase::Online => Some("its agent reports it online, and the lead does not yet".to_owned()),

@@ -25,12 +25,11 @@ use super::{
     shim::enter_node,
 };
 use crate::error::{Context, LocalError};
+use broker::command::{NO_ANSWER, PING_LEAD};
 use host::{HOST_PATH, exit_code};
 
 /// How long a command of Flux is silent before rank 0 is asked whether it answers.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Exit code of timeout(1) if the time is over.
-const TIMED_OUT: i32 = 124;
 
 /// Finds a node by name.
 pub(crate) async fn find_node(layout: &Layout, node: &str) -> Result<NodeView, LocalError> {
@@ -113,11 +112,11 @@ async fn tell_if_lead_is_silent(node: i32, prefix: String) {
     tokio::time::sleep(PATIENCE).await;
     let ask = move || {
         enter_node(node).ok()?;
-        let ping = ["timeout", "3", "flux", "ping", "--count=1", "0"].map(str::to_owned);
+        let ping = PING_LEAD.map(str::to_owned);
         command(&prefix, &ping).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status().ok()?.code()
     };
     let asked = tokio::task::spawn_blocking(|| std::thread::spawn(ask).join().ok().flatten()).await;
-    if asked.is_ok_and(|code| code == Some(TIMED_OUT)) {
+    if asked.is_ok_and(|code| code == Some(NO_ANSWER)) {
         let words = "flux-distribute: the broker of rank 0 does not answer, and this command may wait until it does; \
                      `flux-distribute local status` says what is wrong";
         // Nobody may listen any more.

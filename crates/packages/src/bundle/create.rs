@@ -3,9 +3,11 @@
 use std::{
     fs::{self, File, TryLockError},
     io::{self, BufWriter, Write},
+    os::unix::process::CommandExt,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use clap::{ArgGroup, Args};
@@ -29,6 +31,7 @@ use crate::{
 use api::PackageSet;
 use base::error_chain;
 use host::{
+    child::{Kept, wait_until},
     files::{FileError, open_plain},
     room::Room,
 };
@@ -37,6 +40,8 @@ use locks::LockError;
 
 /// Size of the write buffer; tar writes smaller pieces.
 const BUFFER: usize = 1 << 16;
+/// How long Flux may take to say where it reads its configuration: milliseconds, but on a busy disk seconds.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 /// Arguments of [`BundleCommand::Create`](super::BundleCommand::Create).
 #[derive(Args, Debug, Clone, Default)]
@@ -207,12 +212,11 @@ impl CreateBundle {
 }
 
 /// A warning if this Flux reads its configuration, such as which scheduler to load, outside of the packed directory:
-/// `configure` had another `--sysconfdir`. None if it can't be asked, because it does not run here.
+/// `configure` had another `--sysconfdir`. None if it can't be asked, because it does not run here or does not answer.
 fn warning_of_configuration(from: &Path, given: &Path, prefix: &Path) -> Option<String> {
-    let asked = Command::new(from.join("bin/flux")).args(["config", "builtin", "confdir"]).output().ok()?;
-    let configuration = PathBuf::from(String::from_utf8(asked.stdout).ok()?.trim());
+    let configuration = PathBuf::from(answer(&from.join("bin/flux"), &["config", "builtin", "confdir"])?.trim());
     let is_packed = [from, given, prefix].iter().any(|tree| configuration.starts_with(tree));
-    (asked.status.success() && configuration.is_absolute() && !is_packed).then(|| {
+    (configuration.is_absolute() && !is_packed).then(|| {
         format!(
             "this Flux reads {}, which is not in the bundle: on a node without that directory Flux loads sched-simple, not \
              Fluxion; configure Flux with --sysconfdir={}",
@@ -220,6 +224,16 @@ fn warning_of_configuration(from: &Path, given: &Path, prefix: &Path) -> Option<
             prefix.join("etc").display()
         )
     })
+}
+
+/// What a program prints if it succeeds within [`ANSWER_LIMIT`].
+fn answer(program: &Path, args: &[&str]) -> Option<String> {
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
+    let mut child = command.spawn().ok()?;
+    let printed = Kept::of(child.stdout.take());
+    let status = wait_until(&mut child, Instant::now() + ANSWER_LIMIT).ok()??;
+    status.success().then(|| printed.text())
 }
 
 fn not_packed(error: PackError, out: &Path) -> BundleError {
