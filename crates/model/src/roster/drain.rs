@@ -40,11 +40,16 @@ pub(super) fn drain(seen: &Observed, members: &Members, roster: &mut Roster) {
             // The Node is deleted. Keep its drain: its broker may still run and must not get jobs again.
             continue;
         }
-        entry.drain = wanted.map(|(reason, leave)| {
-            let since =
-                entry.drain.as_ref().filter(|before| before.leave == leave).map_or(seen.now, |before| before.since);
-            Draining { reason, leave, since }
-        });
+        let before = entry.drain.take();
+        entry.drain = match wanted {
+            Some((reason, leave)) => {
+                let since = before.filter(|before| before.leave == leave).map_or(seen.now, |before| before.since);
+                Some(Draining { reason, leave, since })
+            }
+            // For some seconds after a reboot, Flux takes the broker of the boot before for one that lives. It would
+            // start jobs there, and lose them when the new broker joins.
+            None => before.filter(|before| !before.leave && !members.is_reported_online(rank)),
+        };
         match &entry.drain {
             Some(drain) if drain.leave && stopped => entry.vacate(),
             Some(drain) if drain.leave => drop(ending.insert(rank)),

@@ -315,6 +315,23 @@ fn a_leaving_member_is_stopped_when_the_drain_timeout_has_passed() {
     assert_eq!((world.wants("node2"), world.wants("node1")), (Want::Leave, Want::Run));
 }
 
+/// Until its new broker joins, Flux may take the one of the boot before for one that lives, and start jobs there.
+#[test]
+fn a_node_that_is_uncordoned_after_a_reboot_stays_drained_until_its_broker_is_online() {
+    let mut world = idle();
+    let is_drained = |world: &mut World, phase: NodePhase| {
+        world.reports.get_mut("node2").unwrap().phase = phase;
+        world.settle();
+        world.roster.as_ref().unwrap().ranks[&1].drain.is_some()
+    };
+    world.nodes[1].cordoned = true;
+    assert!(is_drained(&mut world, NodePhase::Draining));
+    world.nodes[1].cordoned = false;
+    assert!(is_drained(&mut world, NodePhase::Starting));
+    assert!(!is_drained(&mut world, NodePhase::Online));
+    assert!(!is_drained(&mut world, NodePhase::Starting), "no node is drained because it is down");
+}
+
 #[test]
 fn a_cordon_drains_and_an_uncordon_undrains_but_node_conditions_do_neither() {
     let mut world = idle();
