@@ -72,7 +72,7 @@ impl Flux {
         let accepts_jobs = all.iter().any(|queue| queue.enable);
         let is_recovered = recovered == Some(self.name.as_str());
         let (name, in_run_since) = (self.name.clone(), self.in_run_since);
-        Ok(world::Broker { name, in_run_since, queues, accepts_jobs, is_recovered })
+        Ok(world::Broker { life: name, in_run_since, queues, accepts_jobs, is_recovered })
     }
 }
 

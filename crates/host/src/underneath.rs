@@ -1,8 +1,9 @@
 //! Works on a directory as its own file system has it, without what is mounted in it.
 //!
-//! A user who may write in a directory may mount there by FUSE, again and again. The kernel refuses to remove or rename a
-//! mount point only to a process in whose mount namespace the mount is. If a process in another namespace removes the
-//! mount point, the kernel takes the mount away everywhere.
+//! A user who may write in a directory may mount there by FUSE, again and again, and the kernel refuses to remove or rename a
+//! mount point. But it refuses only a process in whose mount namespace the mount is. From a namespace without the mounts, a
+//! removal takes the mount away everywhere, and a rename takes it along. That holds for root's mounts too: callers first
+//! refuse a directory that contains one.
 
 use std::{fs::File, io, panic::resume_unwind, path::Path, thread};
 
@@ -14,8 +15,8 @@ use nix::{
     sys::stat::Mode,
 };
 
-/// Runs `work` with `directory`, on a thread for which nothing is mounted in it, whatever users mount meanwhile. `work`
-/// must reach everything by that descriptor: on its thread, paths lead at most to files of the root's own file system, and not to /proc.
+/// Runs `work` with `directory` open, on a thread in whose namespace nothing is mounted in it, whatever users mount
+/// meanwhile. `work` uses only the descriptor: on its thread, paths such as /proc lead nowhere.
 ///
 /// If this process's root can't be detached from a mount namespace (an initial ramfs, a chroot), or if this process may not
 /// make one, `work` meets the mounts: the kernel refuses to remove or rename their mount points.
@@ -25,11 +26,11 @@ use nix::{
 pub(crate) fn underneath<T: Send>(directory: &Path, work: impl FnOnce(&File) -> io::Result<T> + Send) -> io::Result<T> {
     // What this makes of the thread's namespace ends with the thread.
     let alone = || {
-        let opened = open_without_mounts(directory).or_else(|error| {
+        let opened = strip_mounts_and_open(directory).or_else(|error| {
             tracing::debug!(%error, directory = %directory.display(), "can't leave out what is mounted in it");
             open_to_read(directory)
-        });
-        work(&opened?)
+        })?;
+        work(&opened)
     };
     thread::scope(|scope| match thread::Builder::new().spawn_scoped(scope, alone)?.join() {
         Ok(done) => done,
@@ -37,10 +38,10 @@ pub(crate) fn underneath<T: Send>(directory: &Path, work: impl FnOnce(&File) -> 
     })
 }
 
-/// Renames `from`, in `directory`, to the name `to`, also if a user has mounted something over it.
+/// Renames `from` to `to`, both names in `directory`, even if a user has mounted something over `from`.
 ///
 /// # Errors
-/// If it can't be renamed.
+/// Those of renameat2(2).
 pub fn rename_in(directory: &Path, from: &str, to: &str) -> io::Result<()> {
     underneath(directory, |directory| Ok(renameat2(directory, from, directory, to, RenameFlags::empty())?))
 }
@@ -53,7 +54,8 @@ pub fn exchange_in(directory: &Path, one: &str, other: &str) -> io::Result<()> {
     underneath(directory, |directory| Ok(renameat2(directory, one, directory, other, RenameFlags::RENAME_EXCHANGE)?))
 }
 
-fn open_without_mounts(directory: &Path) -> nix::Result<File> {
+/// Opens `directory` as its file system has it. This thread has a mount namespace of its own afterwards, with nothing in it.
+fn strip_mounts_and_open(directory: &Path) -> nix::Result<File> {
     unshare(CloneFlags::CLONE_NEWNS)?;
     let none = None::<&Path>;
     // Nothing that is done here shows in the host's namespace, nor the other way round.
@@ -61,6 +63,7 @@ fn open_without_mounts(directory: &Path) -> nix::Result<File> {
     // Without MS_REC, so without what is mounted inside.
     mount(Some(directory), directory, none, MsFlags::MS_BIND, none)?;
     let opened = open_to_read(directory)?;
+    // The namespace began as a copy of all mounts, and while a mount is in it, the kernel refuses. `opened` stays usable.
     umount2(Path::new("/"), MntFlags::MNT_DETACH)?;
     Ok(opened)
 }
@@ -78,6 +81,8 @@ mod tests {
         os::{fd::AsRawFd, unix::ffi::OsStrExt, unix::fs::symlink},
         sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     };
+
+    use nix::fcntl::AT_FDCWD;
 
     use super::*;
     use crate::{
@@ -120,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_users_mount_goes_with_its_directory_however_long_the_way_to_it_is() {
+    fn a_users_mount_goes_with_its_directory_however_long_the_path_to_it_is() {
         if skips_without([Need::Fuse]) {
             return;
         }
@@ -134,9 +139,9 @@ mod tests {
         assert!(!is_mounted_in(environment.path()) && !environment.path().exists());
     }
 
-    /// A directory that is open may be the user's to mount on, too.
+    /// If other users may write to the directory itself, they may mount over it, too.
     #[test]
-    fn what_a_user_mounted_over_a_directory_is_not_asked_and_goes_with_it() {
+    fn a_file_system_that_a_user_mounted_over_a_directory_is_never_called_and_goes_with_it() {
         if skips_without([Need::Fuse]) {
             return;
         }
@@ -221,9 +226,7 @@ mod tests {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        let flags = nix::fcntl::RenameFlags::RENAME_EXCHANGE;
-                        let here = nix::fcntl::AT_FDCWD;
-                        let _ = nix::fcntl::renameat2(here, &theirs, here, &link, flags);
+                        let _ = renameat2(AT_FDCWD, &theirs, AT_FDCWD, &link, RenameFlags::RENAME_EXCHANGE);
                     }
                 });
                 let _ = remove_all_if_there(&environment);

@@ -24,10 +24,9 @@ use base::words::many;
 /// Reason of Degraded if a job waits although enough cores are free.
 const CORES_LOST: &str = "CoresLost";
 /// Reason of RestartPending if the planner went back to the previous epoch's settings.
-const REFUSED: &str = "TakenBack";
-/// Reason of RestartPending if the restart can't proceed until a user fixes something.
-const BLOCKED: &str = "PackagesUnavailable";
-
+const TAKEN_BACK: &str = "TakenBack";
+/// Reason of RestartPending if a node can't install the packages until a user fixes something.
+const PACKAGES_UNAVAILABLE: &str = "PackagesUnavailable";
 /// Reason of Degraded if an administrator has shut the instance down.
 const SHUT_DOWN_REASON: &str = "ShutDown";
 /// Message of the FluxInstance and of the FluxNodes while the instance is shut down.
@@ -58,7 +57,7 @@ pub fn told_while_waiting(seen: &Observed, found: Option<Obstacle>, reason: Stri
 #[derive(Clone, Copy)]
 struct Standing {
     lead_online: bool,
-    /// The lead was online once.
+    /// The lead was online once. The instance id, which the status keeps even without a roster, says so.
     established: bool,
     /// Not all nodes were online yet, and those that are missing are still coming up.
     coming_up: bool,
@@ -87,8 +86,10 @@ pub fn status(
     next.phase = phase(roster, obstacle, standing);
     let restart = planned.map_or(Restart::None, |Planned { roster, members }| restart(seen, members, roster));
     if !matches!(restart, Restart::Refused { .. }) {
-        // The deadline of a new attempt must not count from the condition's transition time of the old attempt.
-        next.conditions.retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != REFUSED);
+        // `restart` counts `spec.upgrade.deadline` from the transition time of this condition. Both are True: without this,
+        // a new attempt would keep the time of the one that was taken back.
+        next.conditions
+            .retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != TAKEN_BACK);
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
     let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
@@ -101,9 +102,10 @@ pub fn status(
         |weight, (is_true, _, message): &ConditionValue| is_true.then(|| Finding::new(weight, message.clone()));
     findings.extend(if_true(Weight::NotApplied, &unapplied));
     findings.extend(if_true(Weight::ScaleDenied, &scale));
-    findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| [BLOCKED, REFUSED].contains(&restart.1)));
+    findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| needs_user(restart.1)));
     findings.extend(if_true(Weight::AgentsAway, &agentless));
     let is_stand_in = seen.reports.values().any(|report| report.flux_version.as_deref() == Some(STAND_IN));
+    // Nobody may take an instance without Flux for a real one.
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     for (type_, (is_true, reason, text)) in [
@@ -291,24 +293,29 @@ fn restart_pending(restart: Restart) -> ConditionValue {
     match restart {
         Restart::None => (false, "Same", String::new()),
         Restart::Waits { difference, reason } => (true, "Waits", format!("{difference}; waits for {reason}")),
-        Restart::Blocked { difference, reason } => (true, BLOCKED, format!("{difference}; {reason}")),
+        Restart::Blocked { difference, reason } => (true, PACKAGES_UNAVAILABLE, format!("{difference}; {reason}")),
         Restart::Refused { difference, reason } => {
             let message = format!(
                 "{difference}; the instance did not come up with this and went back to its previous settings ({reason}): change \
                  the spec"
             );
-            (true, REFUSED, message)
+            (true, TAKEN_BACK, message)
         }
         Restart::Now { difference, .. } => (true, "Begins", difference),
     }
 }
 
+/// True if the restart that RestartPending explains by `reason` can't proceed until a user does something.
+fn needs_user(reason: &str) -> bool {
+    [PACKAGES_UNAVAILABLE, TAKEN_BACK].contains(&reason)
+}
+
 /// The conditions of `next` that deserve a warning Event: those that need a user's action and were not the same in
-/// `before`.
+/// `before`. Obstacles have Events of their own.
 pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) -> Vec<Condition> {
     let needs_action = |condition: &&Condition| match condition.type_.as_str() {
         CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
-        CONDITION_RESTART_PENDING => [BLOCKED, REFUSED].contains(&condition.reason.as_str()),
+        CONDITION_RESTART_PENDING => needs_user(&condition.reason),
         "Degraded" => [CORES_LOST, SHUT_DOWN_REASON].contains(&condition.reason.as_str()),
         _ => false,
     };
@@ -349,14 +356,15 @@ fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus
     let first = offline(roster, members).min_by_key(|found| (!is_silent(found.0), !has_failed(found)));
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
-        let silent = is_silent(rank).then(|| match members.is_ready(rank) {
-            true => "its broker does not answer the others".to_owned(),
-            false => "its Node is not Ready, and its broker does not answer the others".to_owned(),
-        });
-        let unready = (!members.is_ready(rank)).then(|| "its Node is not Ready".to_owned());
+        let silent = match (is_silent(rank), members.is_ready(rank)) {
+            (true, true) => Some("its broker does not answer the others".to_owned()),
+            (true, false) => Some("its Node is not Ready, and its broker does not answer the others".to_owned()),
+            (false, false) => Some("its Node is not Ready".to_owned()),
+            (false, true) => None,
+        };
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
-        let cause = gone::message(members, roster, rank).or(silent).or(unready).or(agentless);
-        // An agent has nothing to say where its phase says it all, for the moment between two steps.
+        let cause = gone::message(members, roster, rank).or(silent).or(agentless);
+        // Between two steps, an agent reports no message; then its phase is all that is known.
         let phase = || match &report?.phase {
             NodePhase::Online => Some("its agent reports it online, and the lead does not yet".to_owned()),
             phase => Some(format!("its phase is {phase:?}")),
@@ -468,7 +476,12 @@ mod tests {
         for (change, condition, reason, part) in [
             ((|_| {}) as Edit, None, "", "2 of 2 nodes online"),
             (|world| world.spec.size = Some(99), Some(CONDITION_SCALE_DENIED), "MoreThanMaxSize", "size 99 is more"),
-            (packages, Some(CONDITION_RESTART_PENDING), BLOCKED, "node2 can't install the packages: can't fetch http"),
+            (
+                packages,
+                Some(CONDITION_RESTART_PENDING),
+                PACKAGES_UNAVAILABLE,
+                "node2 can't install the packages: can't fetch http",
+            ),
             (|world| world.spec.lead = Some("node2".into()), Some(CONDITION_NOT_APPLIED), "LeadIsFixed", "node1 leads"),
             (
                 evicted,

@@ -68,7 +68,7 @@ impl Default for Settings {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Broker {
     /// Names this life of the broker, as no other broker is named.
-    pub name: String,
+    pub life: String,
     /// Since when it has been in state run; None if it is in any other, such as cleanup.
     pub in_run_since: Option<Millis>,
     /// Its queues.

@@ -36,6 +36,8 @@ const EVERY: Duration = Duration::from_hours(1);
 const PARTS: u32 = 24;
 /// From a mending that failed to the next try.
 const AGAIN: Duration = Duration::from_mins(10);
+/// Until a mending is due again for which preflight or the packages were not known yet.
+const LATER: Duration = Duration::from_secs(10);
 /// A message names at most this many differences.
 const NAMED: usize = 3;
 
@@ -69,18 +71,18 @@ struct Inspected {
     next_look: Instant,
     /// When to mend it; None if no damage is known.
     mend_at: Option<Instant>,
-    /// Its damage, in words for people.
+    /// Its damage, also for a day after it was mended, in words for people.
     words: Option<String>,
     /// Parts that were found undamaged since the last damage.
     whole_parts: u32,
 }
 
-/// Which files the look after `count` others hashes; None means all.
+/// Which files look number `count`, counted from 0, hashes: the first one all (None), each other one part.
 fn part(count: u32) -> Option<Slice> {
     count.checked_sub(1).map(|number| Slice { number: number % PARTS, of: PARTS })
 }
 
-/// Mending can repair it.
+/// True if mending can repair it. No package contains an extra file.
 fn is_damage(difference: &Difference) -> bool {
     difference.what != What::Extra
 }
@@ -137,10 +139,10 @@ impl Inspected {
 
     fn learn_look(&mut self, digest: &str, slice: Option<Slice>, verified: Verified, now: Instant) {
         self.looks = self.looks.saturating_add(1);
-        let (damage, strangers): (Vec<_>, Vec<_>) = verified.differences.into_iter().partition(is_damage);
-        if !strangers.is_empty() {
-            // Such files harm nothing until somebody uses them, and then on purpose.
-            info!("package set {digest:.12} has files that no package brought: {}", named(&strangers));
+        let (damage, extra): (Vec<_>, Vec<_>) = verified.differences.into_iter().partition(is_damage);
+        if !extra.is_empty() {
+            // Root's own files. Those of other users are damage.
+            info!("package set {digest:.12} has files that no package brought: {}", named(&extra));
         }
         if damage.is_empty() {
             debug!(digest, files = verified.files, "the packages are as they were installed");
@@ -166,7 +168,7 @@ impl Inspected {
             self.words = None;
             return;
         }
-        // It may be the reason for a job that failed.
+        // Kept for a day: the damage may explain a job that failed.
         let words = format!(
             "package set {digest:.12} was damaged and mended at {:.0}: {}; a process that was running then keeps what it had \
              open until it ends",
@@ -219,12 +221,17 @@ impl Inspecting {
         self.task = Some(Task { digest: digest.to_owned(), work, outcome: tokio::spawn(task) });
     }
 
-    /// Takes in the outcome of a task that has ended. True while one goes on.
-    async fn is_at_work(&mut self) -> bool {
+    fn mend_later(&mut self, digest: &str, now: Instant) {
+        if let Some(set) = self.sets.get_mut(digest) {
+            set.mend_at = Some(now + LATER);
+        }
+    }
+
+    /// Takes in the outcome of the task, if it has ended.
+    async fn take_in_ended(&mut self) {
         if let Some(ended) = self.task.take_if(|task| task.outcome.is_finished()) {
             self.take_in(ended).await;
         }
-        self.task.is_some()
     }
 
     /// Stops a mending and waits until it holds nothing any more. It begins again when there is time for it.
@@ -251,12 +258,12 @@ impl Inspecting {
     pub async fn inspect(&mut self, ops: &NodeOps, sources: &Sources, inputs: &NodeInputs) {
         let installed: Vec<_> =
             inputs.published.iter().filter(|set| inputs.host.has_environment(set)).cloned().collect();
-        self.keep(&installed, Instant::now(), chance());
-        if self.is_at_work().await {
+        self.take_in_ended().await;
+        let now = Instant::now();
+        self.keep(&installed, now, chance());
+        if self.task.is_some() {
             return;
         }
-        // What was found just now is due at once.
-        let now = Instant::now();
         let Some((digest, work)) = next(&self.sets, now) else { return };
         let (digest, ops) = (digest.to_owned(), ops.clone());
         match work {
@@ -269,7 +276,8 @@ impl Inspecting {
             }
             Work::Mend => {
                 let (Some(preflight), Ok(set)) = (inputs.preflight.clone(), sources.published.packages(&digest)) else {
-                    return;
+                    // Until then, nothing of it keeps the agent from looking at other sets.
+                    return self.mend_later(&digest, now);
                 };
                 let (packages, peers) = (inputs.spec.packages.clone(), inputs.peers_for(&digest));
                 let task = async move { mend(&ops, &preflight, &set, &packages, peers).await };
@@ -432,16 +440,19 @@ mod tests {
             answer
         };
         inspecting.begin("a", Work::Mend, never_ends, now);
-        assert!(inspecting.is_at_work().await);
+        inspecting.take_in_ended().await;
+        assert!(inspecting.task.is_some());
         assert_eq!(next(&inspecting.sets, now), None, "one task at a time, and it is not begun twice");
 
         inspecting.stop_mending().await;
         assert_eq!(std::sync::Arc::strong_count(&held), 1, "it holds nothing any more");
-        assert!(!inspecting.is_at_work().await);
+        inspecting.take_in_ended().await;
+        assert!(inspecting.task.is_none());
         assert_eq!(next(&inspecting.sets, Instant::now()), Some(("a", Work::Mend)));
 
         inspecting.begin("a", Work::Look(None), std::future::pending(), now);
         inspecting.stop_mending().await;
-        assert!(inspecting.is_at_work().await, "a look reads only");
+        inspecting.take_in_ended().await;
+        assert!(inspecting.task.is_some(), "a look reads only");
     }
 }

@@ -5,7 +5,7 @@
 //! has the old one open or mapped keeps it. No file is written in place. Of the files that no package contains, those of
 //! other users are removed, since root would run what they wrote; the others never.
 //!
-//! An environment that was open to other users, or in which one has mounted something, is replaced as a whole: nothing
+//! An environment that other users could write to, or in which one has mounted something, is replaced as a whole: nothing
 //! there proves what it is. The old one goes once no process uses it.
 //!
 //! Names are resolved one directory at a time and never through a symlink: a directory that others could write to for a
@@ -26,7 +26,7 @@ use crate::{
         records::{RECORDS, mode, read_own},
         refused,
         transaction::{Environments, Workshop},
-        verify::{compare, in_utf8},
+        verify::{Place, compare, in_utf8},
     },
     fetch::archive::{self, archives},
 };
@@ -61,15 +61,16 @@ pub fn mend(
     }
     let place = environment(prefix, digest);
     let failure = |what: &str, error: &io::Error| failed(format!("can't {what} {}: {error}", place.display()));
-    let before = There::of(&place).ok_or_else(|| refused(format!("there is no environment {}", place.display())))?;
+    let before = Place::of(&place).map_err(|e| failure("open", &e))?;
+    let before = before.ok_or_else(|| refused(format!("there is no environment {}", place.display())))?;
     let archives = archives(set, platform).map_err(|e| refused(error_chain(&e)))?;
     let workshop = Workshop::hold(&prefix.join(ENVIRONMENTS), digest)?;
     let fresh = workshop.tree();
     let linked = build_tree(order, None, &fresh, archives, progress)?;
     let conda = linked.compiled_prefix.is_none();
     let found = match before {
-        There::Directory(..) => damage(&place, &fresh, conda, progress).map_err(|e| failure("compare", &e))?,
-        There::Covered => vec![Difference { path: PathBuf::new(), what: What::Unreadable }],
+        Place::Directory(..) => damage(&place, &fresh, conda, progress).map_err(|e| failure("compare", &e))?,
+        Place::Covered => vec![Difference { path: PathBuf::new(), what: What::Unreadable }],
     };
     let opened = Opened::of(&place);
     let was_open = opened.paths().map_err(|e| failure("read what was open in", &e))?.is_some();
@@ -79,7 +80,7 @@ pub fn mend(
     let mended = {
         let _host = HostLock::take(&Root::host(), prefix, WAIT)?;
         let environments = Environments::hold(prefix, broker)?;
-        if There::of(&place) != Some(before) {
+        if Place::of(&place).map_err(|e| failure("open", &e))? != Some(before) {
             return Err(failed(format!(
                 "{} was removed while it was being repaired; nothing was changed, and the next check looks at what is there now",
                 place.display()
@@ -99,27 +100,8 @@ pub fn mend(
     Ok(mended)
 }
 
-/// What has the name of an environment.
-#[derive(PartialEq)]
-enum There {
-    /// A directory with this device and inode, which distinguish it from another one that gets its name later.
-    Directory(u64, u64),
-    /// A user has mounted something over it, which is not asked.
-    Covered,
-}
-
-impl There {
-    fn of(path: &Path) -> Option<Self> {
-        match open_uncovered(path).and_then(|directory| directory.metadata()) {
-            Ok(found) => Some(Self::Directory(found.dev(), found.ino())),
-            Err(error) if error.kind() == io::ErrorKind::CrossesDevices => Some(Self::Covered),
-            Err(_) => None,
-        }
-    }
-}
-
-/// The differences between `place` and `fresh`. Our own files come last: if the repair is interrupted, the damage is
-/// still detected.
+/// The differences between `place` and `fresh`. RECORDS and the marker come last: if the repair is interrupted, the next
+/// check still finds the damage.
 fn damage(place: &Path, fresh: &Path, conda: bool, progress: &mut dyn FnMut(Progress)) -> io::Result<Vec<Difference>> {
     // Sync before any rename gives a file its name.
     sync_file_system(fresh)?;
@@ -145,7 +127,7 @@ struct Mending<'a> {
     place: &'a Path,
     /// A correct copy of [`Self::place`].
     fresh: &'a Path,
-    /// Number of obstacles moved from [`Self::place`] to [`Self::fresh`].
+    /// Number of entries moved from [`Self::place`] to [`Self::fresh`].
     moved: u32,
 }
 
@@ -173,6 +155,7 @@ impl Mending<'_> {
             (What::Extra, _) | (_, Err(_)) => return Ok(false),
             (_, Ok(wanted)) => wanted,
         };
+        // The empty path is the environment itself.
         let Some(name) = path.file_name() else {
             set_rights(&open_uncovered(self.place)?, &wanted)?;
             return Ok(true);
@@ -196,7 +179,7 @@ impl Mending<'_> {
         Ok(true)
     }
 
-    /// Removes what another user has put at `path`. Returns false if root owns it. The [`Workshop`] deletes it.
+    /// Moves another user's file at `path` into the [`Workshop`], which deletes it. Returns false if root owns the file.
     fn remove_strangers(&mut self, path: &Path) -> io::Result<bool> {
         let name = path.file_name().map(Path::new).ok_or(io::ErrorKind::InvalidInput)?;
         let parent = descend(self.place, path.parent().unwrap_or(Path::new("")))?;
@@ -216,9 +199,9 @@ impl Mending<'_> {
             let wanted = fs::symlink_metadata(self.fresh.join(&below))?;
             at = match open_in(&at, part.as_os_str()) {
                 Ok(next) if is_trusted(next.metadata()?.uid()) => next,
-                // Another user's, or something else.
                 found => {
-                    if found.err().is_none_or(|error| error.kind() != io::ErrorKind::NotFound) {
+                    let is_missing = found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+                    if !is_missing {
                         self.move_away(&at, part)?;
                     }
                     DirBuilder::new().mode(0o700).create(host_path(&at).join(part))?;

@@ -52,19 +52,18 @@ fn verify_one(
     let path = environment(prefix, digest);
     let name = path.display();
     let unreadable = |error: io::Error| Refusal::new(format!("can't read {name}: {error}"));
-    if let Err(error) = open_uncovered(&path) {
-        match error.kind() {
-            // What a user has mounted over it is not asked. A repair puts another environment in its place.
-            io::ErrorKind::CrossesDevices => {
-                let differences = vec![Difference { path: PathBuf::new(), what: What::Unreadable }];
-                return Ok(Verified { path: path.clone(), digest: digest.to_owned(), files: 0, bytes: 0, differences });
-            }
-            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {}
-            _ => return Err(unreadable(error)),
+    match Place::of(&path).map_err(unreadable)? {
+        Some(Place::Directory(..)) => {}
+        // A repair puts another environment in its place.
+        Some(Place::Covered) => {
+            let differences = vec![Difference { path: PathBuf::new(), what: What::Unreadable }];
+            return Ok(Verified { path: path.clone(), digest: digest.to_owned(), files: 0, bytes: 0, differences });
         }
-        let there = ready(prefix).join(", ");
-        let there = if there.is_empty() { "none" } else { &there };
-        return Err(Refusal::new(format!("there is no environment {name}; those that exist: {there}")));
+        None => {
+            let there = ready(prefix).join(", ");
+            let there = if there.is_empty() { "none" } else { &there };
+            return Err(Refusal::new(format!("there is no environment {name}; those that exist: {there}")));
+        }
     }
     let marker = read_marker(prefix, digest);
     let conda = marker.as_ref().map_or(true, |marker| marker.compiled_prefix.is_none());
@@ -80,6 +79,29 @@ fn verify_one(
     differences.sort();
     differences.dedup();
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
+}
+
+/// What has the name of an environment.
+#[derive(PartialEq)]
+pub(crate) enum Place {
+    /// A directory with this device and inode, which distinguish it from another one that gets its name later.
+    Directory(u64, u64),
+    /// A mount of a user covers it. The mounted file system is never called: it may not answer.
+    Covered,
+}
+
+impl Place {
+    /// What is at `path`; None if nothing is, or no directory.
+    pub(crate) fn of(path: &Path) -> io::Result<Option<Self>> {
+        match open_uncovered(path).and_then(|directory| directory.metadata()) {
+            Ok(found) => Ok(Some(Self::Directory(found.dev(), found.ino()))),
+            Err(error) => match error.kind() {
+                io::ErrorKind::CrossesDevices => Ok(Some(Self::Covered)),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Ok(None),
+                _ => Err(error),
+            },
+        }
+    }
 }
 
 /// JSON can't represent other names, which only other users give.

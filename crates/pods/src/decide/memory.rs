@@ -21,7 +21,7 @@ pub struct Memory {
 /// The gangs that hold up a recovery no longer, because a job was refused for them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct GivenUp {
-    /// The broker that is recovered from.
-    pub broker: String,
+    /// The life of the broker that is recovered from.
+    pub life: String,
     pub gangs: BTreeSet<GangId>,
 }

@@ -11,7 +11,7 @@ use crate::{action::Action, gangs::Gang, jobs::JobState, pod::PodView};
 /// How far Flux has been asked for the cores of a gang that no job holds.
 #[derive(Default)]
 pub(super) enum Again {
-    /// No job is missing that could be submitted.
+    /// Nothing is to be submitted: all is asked for, or Flux can give the gang nothing.
     #[default]
     Asked,
     /// Jobs are being submitted.

@@ -1,10 +1,14 @@
 //! The way back after a start of the lead's broker.
 //!
-//! The queues are stopped. Every gang that had resources gets jobs for the very cores that its pods have, before the old jobs
-//! are cancelled: wherever this is interrupted, it is known what to hold. Then the queues are started, and those jobs are
-//! first. Nothing waits for a rank that is down or drained: its jobs stay pending, and are the first there when it returns. Nor does
-//! anything wait for a gang whose new jobs Flux refuses: what is left of its old ones stays, and holds what it can. One refusal counts
-//! until the recovery ends: however many gangs are refused, each is asked for once. But if Flux takes no jobs at all (`flux queue disable`), the queues stay stopped while any pod runs on cores that no job holds.
+//! Flux takes back the jobs of before, but gives them new cores or ends them, while the pods run on where they are. So the
+//! queues are stopped, and every gang that had resources gets jobs for the very cores that its pods have. Only then are the
+//! old jobs cancelled: wherever this is interrupted, it is known what to hold. Then the queues are started, and the new jobs
+//! are first.
+//!
+//! Nothing waits for a rank that is down or drained: its jobs stay pending, and are the first there when it returns.
+//! Nothing waits for a gang whose new jobs Flux refuses: its old jobs stay, and hold what they can. One refusal counts until
+//! the recovery ends, so that each gang is asked for once, however many are refused. But if Flux takes no jobs at all
+//! (`flux queue disable`), the queues stay stopped while any pod runs on cores that no job holds.
 
 use std::collections::BTreeSet;
 
@@ -54,7 +58,7 @@ pub enum Recovery {
     Start,
 }
 
-/// Does the next step.
+/// Adds the actions of the next step to the round, and returns what recovery waits for.
 pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     match round.broker.queues {
         Queues::Offline => return Recovery::Scheduler,
@@ -65,10 +69,11 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
             return Recovery::Queues;
         }
     }
-    // A refusal by a broker that takes no jobs, or by an earlier one, says nothing.
-    if memory.given_up.broker != round.broker.name || !round.broker.accepts_jobs {
-        memory.given_up = GivenUp { broker: round.broker.name.clone(), gangs: BTreeSet::new() };
+    // A refusal counts only if this broker has refused, and takes jobs at all.
+    if memory.given_up.life != round.broker.life || !round.broker.accepts_jobs {
+        memory.given_up = GivenUp { life: round.broker.life.clone(), gangs: BTreeSet::new() };
     }
+    // Taken out while the loop changes the round.
     let gangs = std::mem::take(&mut round.gangs);
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
     let mut is_disabled = false;
@@ -106,14 +111,16 @@ fn is_stopping(round: &Round) -> bool {
     round.world.under_way.iter().any(|action| matches!(action, Action::StopQueues(_)))
 }
 
-/// Submits jobs for the cores that `gang` has been given. Adds those that are pending for that to `needed`.
+/// Submits jobs for the cores that `gang` has been given. Adds the pending jobs that will hold those cores to `needed`.
 fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, needed: &mut BTreeSet<JobId>) -> Again {
     let jobs = round.jobs_of(&gang.id);
     let holdings = Holdings::of(gang, &jobs, &round.ranks, round.now);
     let on_rank = |pod: &'a PodView| Some((pod, *round.ranks.get(pod.node.as_deref()?)?));
     let mut pods: Vec<_> = gang.holding(round.now).filter_map(on_rank).collect();
     if pods.is_empty() {
-        return ask_again(round, memory, gang, &holdings);
+        // Its pods may all run on nodes that are members no more: Flux has nothing to give them.
+        let is_elsewhere = gang.holding(round.now).next().is_some();
+        return if is_elsewhere { Again::Asked } else { ask_again(round, memory, gang, &holdings) };
     }
     // A gang that was being bound gets all that it was given.
     if gang.is_started() {
@@ -121,15 +128,16 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
         let free = slots.filter(|(_, pod)| pod.is_none()).map(|(slot, _)| slot.rank);
         pods.extend(gang.waiting().zip(free));
     }
-    let is_paused = is_given_up(round, memory, &gang.id);
+    let is_paused = give_up_if_refused(round, memory, &gang.id);
     let pins = submit_pins(round, gang, &holdings, pods, is_paused);
     needed.extend(pins.pending);
     pins.again
 }
 
-/// True if a job was refused for `gang` in this recovery. If it were asked for again after a while, a recovery might never end: by the
-/// time at which the last of some thousand gangs is refused, the first ones would be due again.
-fn is_given_up(round: &mut Round, memory: &mut Memory, gang: &GangId) -> bool {
+/// True if Flux has refused a job for `gang` in this recovery, which is remembered until its end. If the gang were asked for
+/// again after a while, a recovery might never end: before the last of some thousand gangs is refused, the first would be due
+/// again.
+fn give_up_if_refused(round: &mut Round, memory: &mut Memory, gang: &GangId) -> bool {
     if reason_to_pause(round, gang).is_some() {
         memory.given_up.gangs.insert(gang.clone());
     }
@@ -143,7 +151,7 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
     if !was_given || is_asked || gang.problem.is_some() {
         return Again::Asked;
     }
-    if is_given_up(round, memory, &gang.id) {
+    if give_up_if_refused(round, memory, &gang.id) {
         return Again::Paused;
     }
     let pods: Vec<&PodView> = gang.waiting().collect();
@@ -154,9 +162,9 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
     Again::Submitting
 }
 
-/// Cancels the jobs that hold resources: all of them are of the broker's earlier life, because nothing is allocated while the
-/// queues are stopped. And those that wait for a gang that has been given jobs on its ranks, or for pods that have ended.
-/// Those of `paused` gangs stay, because nothing else would hold the cores. Returns true while there are any to cancel.
+/// Cancels what recovery has replaced. An allocated job is of the broker's earlier life, because nothing is allocated while
+/// the queues are stopped; that of a `paused` gang stays, because nothing else holds its cores. A pending job for one rank
+/// goes if it is not `needed`, and one for a whole gang if the gang has cores. Returns true until all of them have ended.
 fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>, paused: &BTreeSet<&GangId>) -> bool {
     let started: BTreeSet<_> =
         gangs.iter().filter(|gang| gang.holding(round.now).next().is_some()).map(|gang| &gang.id).collect();
@@ -165,7 +173,7 @@ fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>, pause
     let jobs = round.jobs;
     for (job, bridged) in jobs.bridged() {
         let record = &bridged.record;
-        let is_old = match job.state {
+        let is_replaced = match job.state {
             JobState::Pending if record.pinned.is_some() => !needed.contains(&job.id) && !round.has_unseen(record),
             JobState::Pending => started.contains(&record.gang),
             JobState::Allocated(_) => !paused.contains(&record.gang),
@@ -175,10 +183,11 @@ fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>, pause
             }
             JobState::Ended => false,
         };
-        if is_old {
+        if is_replaced {
             any = true;
             if !round.is_busy(&record.gang) && !round.has_unseen(record) {
-                let note = format!("{NOTE}the broker has restarted; its pods run on");
+                let note =
+                    format!("{NOTE}the broker has restarted, and other jobs hold the cores of the pods that run");
                 cancels.push(Action::Cancel { job: job.id, gang: record.gang.clone(), note });
             }
         }

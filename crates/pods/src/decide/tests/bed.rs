@@ -71,7 +71,7 @@ impl Bed {
     pub fn new(nodes: &[u32]) -> Self {
         let seen = World {
             broker: Some(Broker {
-                name: "the first".to_owned(),
+                life: "the first".to_owned(),
                 in_run_since: Some(BEGIN),
                 queues: Queues::Started,
                 accepts_jobs: true,
@@ -334,7 +334,7 @@ impl Bed {
         self.forget_unknown();
         let now = self.now;
         let broker = self.broker();
-        broker.name.push_str(", and the next");
+        broker.life.push_str(", and the next");
         (broker.in_run_since, broker.queues, broker.is_recovered) = (Some(now), Queues::Stopped, false);
         self.reread();
     }

@@ -54,6 +54,21 @@ fn pods_that_run_get_their_cores_again_before_anybody_else() {
 }
 
 #[test]
+fn nothing_is_asked_for_pods_on_nodes_that_are_members_no_more() {
+    let mut bed = running();
+    for name in ["g0", "g1", "g2"] {
+        bed.change(name, |pod| pod.node = Some("no-member".to_owned()));
+    }
+    bed.restart_broker(|_| true, false);
+    bed.settle();
+    assert!(
+        !bed.done.iter().any(|action| matches!(action, Action::Submit(request) if request.record.gang == gang_id("g")))
+    );
+    assert!(bed.shown_jobs().iter().all(|job| !job.starts_with("default/g ")), "{:?}", bed.shown_jobs());
+    assert_eq!(bed.decide().report.standing, Standing::Serving);
+}
+
+#[test]
 fn the_steps_come_one_after_the_other() {
     let mut bed = running();
     bed.restart_broker(|_| true, false);
