@@ -17,8 +17,8 @@ use tokio::{
 use tracing::debug;
 
 use api::{
-    CONDITION_CERTIFICATE_MISSING, FetchFrom, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeSpec, INSTANCE,
-    NAMESPACE, Uninstall, Want,
+    CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, FetchFrom, FluxInstance, FluxInstanceStatus, FluxNode,
+    FluxNodeSpec, INSTANCE, NAMESPACE, Uninstall, Want,
 };
 use base::chance::jittered;
 
@@ -75,6 +75,13 @@ pub struct WatchedObjects {
 }
 
 impl WatchedObjects {
+    fn set<K: Watched>(&mut self, presence: Presence<K>) {
+        *K::place(self) = presence;
+        let uninstall =
+            self.instance.here().and_then(|instance| Some((instance.uid()?, instance.spec.uninstall.clone())));
+        self.uninstall = uninstall.or(self.uninstall.take());
+    }
+
     /// There is positive evidence that the FluxInstance is over.
     pub fn is_over(&self) -> bool {
         self.instance.is_ending() || self.namespace.is_ending()
@@ -136,50 +143,93 @@ pub fn own_spec(node: &FluxNode) -> Option<&FluxNodeSpec> {
     (node.spec.node_name == node.name_any()).then_some(&node.spec)
 }
 
-/// Watches until the receiver is dropped. `daemonset`: the DaemonSet that this agent's pod belongs to.
+/// An object that the agent watches.
+trait Watched: Resource + Clone + Debug + DeserializeOwned + Send + 'static {
+    /// Where it is kept.
+    fn place(watched: &mut WatchedObjects) -> &mut Presence<Self>;
+
+    /// True if an agent may act differently than on `before`. What all agents write together, such as how many of them are
+    /// ready, begins no round: each round would begin one on every other node.
+    fn is_news(&self, before: &Self) -> bool;
+}
+
+impl Watched for FluxInstance {
+    fn place(watched: &mut WatchedObjects) -> &mut Presence<Self> {
+        &mut watched.instance
+    }
+
+    fn is_news(&self, before: &Self) -> bool {
+        let followed = |instance: &Self| {
+            let status = instance.status.as_ref()?;
+            let condition = |type_| status.holding(type_).map(|condition| condition.message.clone());
+            let conditions = [CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING].map(condition);
+            Some((status.observed_generation, status.instance_id.clone(), conditions))
+        };
+        has_other_metadata(self, before) || self.spec != before.spec || followed(self) != followed(before)
+    }
+}
+
+impl Watched for FluxNode {
+    fn place(watched: &mut WatchedObjects) -> &mut Presence<Self> {
+        &mut watched.flux_node
+    }
+
+    fn is_news(&self, before: &Self) -> bool {
+        has_other_metadata(self, before) || self.spec != before.spec
+    }
+}
+
+impl Watched for DaemonSet {
+    fn place(watched: &mut WatchedObjects) -> &mut Presence<Self> {
+        &mut watched.daemonset
+    }
+
+    fn is_news(&self, before: &Self) -> bool {
+        has_other_metadata(self, before)
+    }
+}
+
+impl Watched for Namespace {
+    fn place(watched: &mut WatchedObjects) -> &mut Presence<Self> {
+        &mut watched.namespace
+    }
+
+    fn is_news(&self, before: &Self) -> bool {
+        has_other_metadata(self, before)
+    }
+}
+
+/// True if `object` is another one than `before`, begins to be deleted, or has other annotations.
+fn has_other_metadata<K: Resource>(object: &K, before: &K) -> bool {
+    let acted_on = |object: &K| {
+        let metadata = object.meta();
+        (metadata.uid.clone(), metadata.deletion_timestamp.is_some(), metadata.annotations.clone())
+    };
+    acted_on(object) != acted_on(before)
+}
+
+/// Watches until the receiver is dropped. `daemonset`: the DaemonSet that this agent's pod belongs to. The receiver always
+/// has the latest state, and is notified of what [may change what the agent does](Watched::is_news), and when a watch
+/// goes on after an interruption: then the API server answers again.
 pub fn watch_objects(client: &Client, node_name: &str, daemonset: &str) -> watch::Receiver<WatchedObjects> {
     let (sender, receiver) = watch::channel(WatchedObjects::default());
-    tokio::spawn(follow(
-        Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE),
-        INSTANCE.to_owned(),
-        sender.clone(),
-        |watched, presence| {
-            let uninstall =
-                presence.here().and_then(|instance| Some((instance.uid()?, instance.spec.uninstall.clone())));
-            watched.uninstall = uninstall.or(watched.uninstall.take());
-            watched.instance = presence;
-        },
-    ));
-    tokio::spawn(follow(
-        Api::<FluxNode>::namespaced(client.clone(), NAMESPACE),
-        node_name.to_owned(),
-        sender.clone(),
-        |watched, presence| watched.flux_node = presence,
-    ));
-    tokio::spawn(follow(
-        Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE),
-        daemonset.to_owned(),
-        sender.clone(),
-        |watched, presence| watched.daemonset = presence,
-    ));
-    tokio::spawn(follow(Api::<Namespace>::all(client.clone()), NAMESPACE.to_owned(), sender, |watched, presence| {
-        watched.namespace = presence;
-    }));
+    let namespaces = Api::<Namespace>::all(client.clone());
+    let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
+    let nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
+    let daemonsets = Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE);
+    tokio::spawn(follow(instances, INSTANCE.to_owned(), sender.clone()));
+    tokio::spawn(follow(nodes, node_name.to_owned(), sender.clone()));
+    tokio::spawn(follow(daemonsets, daemonset.to_owned(), sender.clone()));
+    tokio::spawn(follow(namespaces, NAMESPACE.to_owned(), sender));
     receiver
 }
 
-async fn follow<K>(
-    api: Api<K>,
-    name: String,
-    sender: watch::Sender<WatchedObjects>,
-    set: fn(&mut WatchedObjects, Presence<K>),
-) where
-    K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
-{
+async fn follow<K: Watched>(api: Api<K>, name: String, sender: watch::Sender<WatchedObjects>) {
     let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let mut events = pin!(watcher(api.clone(), config).default_backoff());
     let mut listed = false;
     let mut is_unclear = false;
+    let mut was_interrupted = false;
     while !sender.is_closed() {
         // An empty list proves little; a 404 that names the object proves that it does not exist. A watch goes on after its
         // list and never reports what does not exist, so this asks until there is an answer.
@@ -188,7 +238,7 @@ async fn follow<K>(
                 Presence::Unknown => {}
                 known => {
                     is_unclear = false;
-                    sender.send_modify(|watched| set(watched, known));
+                    sender.send_modify(|watched| watched.set(known));
                 }
             }
         }
@@ -199,20 +249,32 @@ async fn follow<K>(
         match event {
             None => return,
             Some(Ok(watcher::Event::Init)) => (listed, is_unclear) = (false, false),
-            Some(Ok(watcher::Event::InitApply(object) | watcher::Event::Apply(object))) => {
+            Some(Ok(watcher::Event::InitApply(object))) => {
                 (listed, is_unclear) = (true, false);
-                sender.send_modify(|watched| set(watched, Presence::Here(Box::new(object))));
+                sender.send_modify(|watched| watched.set(Presence::Here(Box::new(object))));
+            }
+            Some(Ok(watcher::Event::Apply(object))) => {
+                (listed, is_unclear) = (true, false);
+                sender.send_if_modified(|watched| {
+                    let is_news = K::place(watched).here().is_none_or(|before| object.is_news(before));
+                    watched.set(Presence::Here(Box::new(object)));
+                    is_news || was_interrupted
+                });
+                was_interrupted = false;
             }
             // Its last state may never have been seen.
             Some(Ok(watcher::Event::Delete(object))) => {
                 is_unclear = false;
                 sender.send_modify(|watched| {
-                    set(watched, Presence::Here(Box::new(object)));
-                    set(watched, Presence::Gone);
+                    watched.set(Presence::Here(Box::new(object)));
+                    watched.set(Presence::<K>::Gone);
                 });
             }
             Some(Ok(watcher::Event::InitDone)) => is_unclear = !listed,
-            Some(Err(error)) => debug!(name, error = base::error_chain(&error), "a watch was interrupted"),
+            Some(Err(error)) => {
+                was_interrupted = true;
+                debug!(name, error = base::error_chain(&error), "a watch was interrupted");
+            }
         }
     }
 }
@@ -291,12 +353,50 @@ mod tests {
         ];
         let (sender, mut watched) = watch::channel(WatchedObjects::default());
         let instances = Api::<FluxInstance>::namespaced(client(answers, asked.clone()), NAMESPACE);
-        let set: fn(&mut WatchedObjects, Presence<FluxInstance>) = |watched, presence| watched.instance = presence;
-        let following = tokio::spawn(follow(instances, INSTANCE.to_owned(), sender, set));
+        let following = tokio::spawn(follow(instances, INSTANCE.to_owned(), sender));
         let told =
             timeout(Duration::from_mins(1), watched.wait_for(|watched| !matches!(watched.instance, Presence::Unknown)));
         assert!(matches!(told.await.unwrap().unwrap().instance, Presence::Gone));
         assert_eq!(asked.load(Ordering::SeqCst), 3);
         following.abort();
+    }
+
+    #[test]
+    fn what_all_agents_write_together_is_no_news() {
+        let daemonset = |ready: i32, annotation: &str| -> DaemonSet {
+            let status = json!({"currentNumberScheduled": 9, "desiredNumberScheduled": 9, "numberMisscheduled": 0,
+                                "numberReady": ready});
+            let metadata = json!({"name": "install-flux", "uid": "1", "annotations": {"a": annotation},
+                                  "resourceVersion": ready.to_string()});
+            serde_json::from_value(json!({"metadata": metadata, "status": status})).unwrap()
+        };
+        assert!(!daemonset(8, "x").is_news(&daemonset(7, "x")));
+        assert!(daemonset(8, "y").is_news(&daemonset(8, "x")));
+
+        let instance = |online: u32, followed: i64, pending: Option<&str>, spec: serde_json::Value| -> FluxInstance {
+            let conditions: Vec<_> = pending
+                .map(|message| {
+                    json!({"type": CONDITION_RESTART_PENDING, "status": "True", "reason": "Waits", "message": message,
+                           "lastTransitionTime": "2026-01-01T00:00:00Z"})
+                })
+                .into_iter()
+                .collect();
+            let status = json!({"online": online, "observedGeneration": followed, "message": online.to_string(),
+                                "conditions": conditions});
+            let value = json!({"metadata": {"name": INSTANCE, "uid": "1"}, "spec": spec, "status": status});
+            serde_json::from_value(value).unwrap()
+        };
+        let before = instance(7, 1, None, json!({}));
+        assert!(!instance(8, 1, None, json!({})).is_news(&before));
+        assert!(instance(7, 2, None, json!({})).is_news(&before));
+        assert!(instance(7, 1, Some("packages"), json!({})).is_news(&before));
+        assert!(instance(7, 1, None, json!({"size": 8})).is_news(&before));
+
+        let node = |rank: u32, phase: &str| -> FluxNode {
+            let (spec, status) = (json!({"nodeName": "node1", "rank": rank}), json!({"phase": phase}));
+            serde_json::from_value(json!({"metadata": {"name": "node1"}, "spec": spec, "status": status})).unwrap()
+        };
+        assert!(!node(1, "Online").is_news(&node(1, "Starting")));
+        assert!(node(2, "Online").is_news(&node(1, "Online")));
     }
 }
