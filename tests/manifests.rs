@@ -278,6 +278,7 @@ fn example_pod(mut document: Value) -> Option<Pod> {
                     api_version: "batch/v1".to_owned(),
                     kind,
                     name,
+                    uid: "0b9f2c1e-5a54-4c1c-8b36-2f7d4b8f5a11".to_owned(),
                     controller: Some(true),
                     ..OwnerReference::default()
                 }]);

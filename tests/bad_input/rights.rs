@@ -102,6 +102,8 @@ async fn an_agents_token_can_change_only_the_autoscaler_annotations_of_a_node() 
         json!({"metadata": {"annotations": {"example.org/theirs": "2"}}}),
         json!({"metadata": {"annotations": {"example.org/theirs": null}}}),
         json!({"metadata": {"annotations": {ANNOTATION_PROTECTS: "x"}, "labels": {"example.org/pool": "b"}}}),
+        // All annotations of an object share 256 KiB.
+        json!({"metadata": {"annotations": {ANNOTATION_PROTECTS: "x".repeat(257)}}}),
     ];
     until_true("the policy to hold", async || {
         let is_refused = patch(wrong[6].clone()).await.is_err();

@@ -197,6 +197,29 @@ fn downloads_of_an_interrupted_run_are_not_repeated() {
     assert_eq!(desk.names(), ["flux.tar.gz", "lock.yml"]);
 }
 
+/// In /tmp, another user can make the directory for downloads first, and put a link there or hold its lock.
+#[test]
+fn nothing_is_downloaded_to_a_directory_that_others_can_write_to() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let channel = channel_for_both();
+    let desk = Desk::with(&lock(&channel.file_url(), &["linux-64"]));
+    let (theirs, victim) = (desk.at(".flux.tar.gz.download"), desk.at("victim"));
+    fs::write(&victim, "kept").unwrap();
+    for (owner, mode) in [(Some(65534), 0o755), (None, 0o777)] {
+        fs::create_dir(&theirs).unwrap();
+        std::os::unix::fs::symlink(&victim, theirs.join("bundle")).unwrap();
+        std::os::unix::fs::chown(&theirs, owner, None).unwrap();
+        fs::set_permissions(&theirs, fs::Permissions::from_mode(mode)).unwrap();
+        let error = desk.create(&["linux-64"]).unwrap_err();
+        assert!(error.to_string().contains("other users can write to it"), "{error}");
+        assert_eq!((error.exit_code(), fs::read_to_string(&victim).unwrap()), (2, "kept".to_owned()));
+        fs::remove_dir_all(&theirs).unwrap();
+    }
+    desk.create(&["linux-64"]).unwrap();
+}
+
 #[test]
 fn input_that_can_not_become_a_bundle_fails_with_one_sentence() {
     let channel = Channel::with_flux();

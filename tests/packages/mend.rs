@@ -330,7 +330,7 @@ async fn an_open_environment_is_replaced_beside_the_process_that_uses_it() {
     let set_aside = || {
         fs::read_dir(&envs)
             .unwrap()
-            .filter(|entry| entry.as_ref().unwrap().path().extension().is_some_and(|end| end == "old"))
+            .filter(|entry| entry.as_ref().unwrap().path().extension().is_some_and(|end| end == "replaced"))
             .count()
     };
     fs::copy("/bin/sleep", at("share/sleep")).unwrap();
@@ -342,6 +342,10 @@ async fn an_open_environment_is_replaced_beside_the_process_that_uses_it() {
     assert!(!at("share/sleep").exists());
     assert_eq!(set_aside(), 1);
     assert!(job.try_wait().unwrap().is_none());
+    // Not even if its name becomes free: others could write to it.
+    fs::remove_dir_all(host.environment(&set)).unwrap();
+    packages::collect(&collect_nothing(host.prefix(), &set.digest()), &Places::of_host()).unwrap();
+    assert_eq!((set_aside(), host.environment(&set).exists()), (1, false));
     job.kill().unwrap();
     job.wait().unwrap();
     host.link(&set).await.unwrap();

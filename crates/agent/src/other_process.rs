@@ -1,11 +1,19 @@
 //! Other processes of this program on this host.
 
-use std::fs;
+use std::{
+    fs::{self, File},
+    io::Read,
+    path::Path,
+};
 
 use host::{
     Root,
     processes::{Process, processes},
 };
+
+/// More than the beginning of a command line of ours: its owner can make one of any length out of nothing (`PR_SET_MM` of
+/// prctl(2)).
+const LONGEST: u64 = 4096;
 
 /// `flux-distribute uninstall` runs on this host.
 pub fn uninstall_is_under_way() -> bool {
@@ -20,11 +28,16 @@ pub fn other_process(command: &str) -> Option<i32> {
         program.file_name().is_some_and(|name| name.to_string_lossy().contains("flux-distribute"))
     };
     let runs_command = |process: &&Process| {
-        fs::read(process.dir.join("cmdline")).is_ok_and(|line| runs(&line, command))
-            && process.is_hosts_root()
-            && is_ours(process)
+        let line = || beginning_of(&process.dir.join("cmdline"));
+        process.is_hosts_root() && is_ours(process) && line().is_some_and(|line| runs(&line, command))
     };
     processes(&Root::host()).ok()?.iter().find(runs_command).map(|process| process.pid)
+}
+
+fn beginning_of(file: &Path) -> Option<Vec<u8>> {
+    let mut text = Vec::new();
+    File::open(file).ok()?.take(LONGEST).read_to_end(&mut text).ok()?;
+    Some(text)
 }
 
 fn runs(cmdline: &[u8], command: &str) -> bool {
@@ -48,5 +61,10 @@ mod tests {
         ] {
             assert_eq!((runs(cmdline, "agent"), runs(cmdline, "uninstall")), (agent, uninstall));
         }
+    }
+
+    #[test]
+    fn of_a_command_line_of_any_length_only_the_beginning_is_read() {
+        assert_eq!(beginning_of(Path::new("/dev/zero")).map(|text| text.len()), Some(4096));
     }
 }

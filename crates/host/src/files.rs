@@ -3,11 +3,11 @@
 
 use std::{
     ffi::OsStr,
-    fs::{self, File, OpenOptions, Permissions},
+    fs::{self, DirBuilder, File, OpenOptions, Permissions},
     io::{self, Write},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
-        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
+        unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     },
     path::{Component, Path, PathBuf},
 };
@@ -19,7 +19,7 @@ use nix::{
         stat::{Mode, UtimensatFlags, mkdirat, utimensat},
         time::TimeSpec,
     },
-    unistd::syncfs,
+    unistd::{geteuid, syncfs},
 };
 
 pub use super::{
@@ -243,6 +243,25 @@ pub fn open_plain(path: &Path) -> io::Result<File> {
 /// If it can't be opened; `NotADirectory` for anything else, a symlink too.
 pub fn open_directory(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags((OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits()).open(path)
+}
+
+/// Makes a directory that only this user can use, or opens and closes to others one that nobody else could write to. Beside
+/// it, in a directory that users share, another one may have made it first, with links in it.
+///
+/// # Errors
+/// If it can't be made or opened; `PermissionDenied` if another user owns it or may write to it.
+pub fn own_directory(path: &Path) -> io::Result<File> {
+    match DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let directory = open_directory(path)?;
+    let found = directory.metadata()?;
+    if found.uid() != geteuid().as_raw() || found.mode() & 0o022 != 0 {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "other users can write to it"));
+    }
+    directory.set_permissions(Permissions::from_mode(0o700))?;
+    Ok(directory)
 }
 
 /// Opens a directory, unless something is mounted on it: what a user has mounted may never answer.

@@ -145,6 +145,8 @@ fn is_in(link: &Path, target: &Path, envs: &Path, name: &str) -> io::Result<bool
     let run = match fstatat(AT_FDCWD, link, known) {
         // The kernel lets no root of a user namespace follow a mapping. What the process executes counts there alone.
         Err(Errno::EPERM) => return Ok(false),
+        // A file system of a network or of a user has lost the file. What a local one has mapped, it knows.
+        Err(Errno::EIO | Errno::ESTALE | Errno::ENOTCONN) => return Ok(false),
         run => examined(run.map_err(io::Error::from))?,
     };
     let Some(run) = run else { return Ok(false) };
@@ -169,7 +171,8 @@ fn below(envs: &Path, path: &Path) -> io::Result<Option<FileStat>> {
         .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV);
     match openat2(&envs, path, how) {
         Ok(found) => Ok(Some(fstat(&found)?)),
-        Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EXDEV) => Ok(None),
+        // The kernel adds ` (deleted)` to a name, which is too long then.
+        Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EXDEV | Errno::ENAMETOOLONG) => Ok(None),
         Err(errno) => Err(errno.into()),
     }
 }
@@ -225,6 +228,14 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(link.unwrap_err().raw_os_error(), Some(libc::ENAMETOOLONG));
         assert_eq!(found.unwrap(), BTreeMap::new());
+    }
+
+    /// A user can give a file such a name, have root map it, and remove it.
+    #[test]
+    fn a_deleted_file_whose_name_is_too_long_holds_up_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let name = format!("{} (deleted)", "d".repeat(250));
+        assert!(below(directory.path(), Path::new(&name)).unwrap().is_none());
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::{
     facts::{Claim, Facts, KubeJob},
     pod::PodView,
-    record::{GangId, GangKind, LONGEST_NAME},
+    record::{GangId, GangKind, is_gang_name},
     time::Millis,
     unsupported::Unsupported,
 };
@@ -241,13 +241,6 @@ impl<'a> Gang<'a> {
         let is_whole = exist >= self.size || self.is_started();
         (!is_whole).then(|| Problem::Incomplete { gang: self.id.clone(), exist, size: self.size })
     }
-}
-
-/// A gang's name goes into each of its jobs, and onto the terminals of all who list them, so only the characters of a label's value
-/// are allowed.
-fn is_gang_name(name: &str) -> bool {
-    let is_fine = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    (1..=LONGEST_NAME).contains(&name.len()) && name.bytes().all(is_fine)
 }
 
 /// The gang of one that `pod` is.

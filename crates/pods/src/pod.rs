@@ -1,10 +1,13 @@
 //! What the bridge keeps of a pod: parsed once, whenever the API server sends it.
 
-use k8s_openapi::api::core::v1::{Pod, PodCondition, PodSpec};
+use k8s_openapi::{
+    api::core::v1::{Pod, PodCondition, PodSpec},
+    apimachinery::pkg::apis::meta::v1::OwnerReference,
+};
 
 use crate::{
     node_rules::NodeRules,
-    record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord},
+    record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord, is_gang_name},
     requests::Requests,
     time::{Millis, SECOND},
     unsupported::{Unsupported, spreads},
@@ -150,8 +153,11 @@ impl PodView {
         let labels = meta.labels.clone().unwrap_or_default();
         let annotation = |key: &str| meta.annotations.as_ref().and_then(|annotations| annotations.get(key));
         let owners = meta.owner_references.iter().flatten();
-        let owner = owners.into_iter().find(|owner| owner.controller == Some(true)).map(|owner| Owner {
-            is_job: owner.kind == "Job" && owner.api_version.starts_with("batch/"),
+        // A pod's creator chooses the owner's name and uid, which the API server does not check.
+        let is_fine = |owner: &&OwnerReference| is_gang_name(&owner.name) && is_gang_name(&owner.uid);
+        let controller = owners.into_iter().find(|owner| owner.controller == Some(true));
+        let owner = controller.filter(is_fine).map(|owner| Owner {
+            is_job: owner.kind == "Job" && owner.api_version == "batch/v1",
             name: owner.name.clone(),
             uid: owner.uid.clone(),
         });

@@ -39,6 +39,23 @@ fn a_waiting_pod_is_parsed_with_its_plan() {
     assert_eq!(plan.told, Some(("Queued".into(), "place 3".into())));
 }
 
+/// Whoever may create a pod chooses them, and the API server checks neither.
+#[test]
+fn an_owner_is_a_job_only_if_its_name_and_uid_can_be_those_of_one() {
+    for (version, name, uid, is_job) in [
+        ("batch/v1", "train", "0b9f2c1e-5a54-4c1c-8b36-2f7d4b8f5a11", true),
+        ("batch/v9", "train", "u", false),
+        ("batch/v1", "x\u{1b}[2J", "u", false),
+        ("batch/v1", "train", "u\n", false),
+        ("batch/v1", &"x".repeat(64), "u", false),
+        ("batch/v1", "train", "", false),
+    ] {
+        let owner = json!([{"apiVersion": version, "kind": "Job", "name": name, "uid": uid, "controller": true}]);
+        let pod = view(json!({"metadata": {"ownerReferences": owner}}));
+        assert_eq!(pod.owner.is_some_and(|owner| owner.is_job), is_job, "{version} {name:?} {uid:?}");
+    }
+}
+
 #[test]
 fn a_bound_pod_is_parsed_with_its_record() {
     let scheduled = json!([{"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:02Z"}]);

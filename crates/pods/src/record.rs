@@ -16,6 +16,13 @@ pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
 /// Longest name of a gang, in bytes.
 pub const LONGEST_NAME: usize = 63;
 
+/// A gang's name goes into each of its jobs, and onto the terminals of all who list them, so only the characters of a label's value
+/// are allowed.
+pub(crate) fn is_gang_name(name: &str) -> bool {
+    let is_fine = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    (1..=LONGEST_NAME).contains(&name.len()) && name.bytes().all(is_fine)
+}
+
 /// Longest text of a [`PodRecord`], in bytes: many times that of all cores of a big node.
 const LONGEST_RECORD: usize = 4096;
 

@@ -32,7 +32,7 @@ use api::PackageSet;
 use base::error_chain;
 use host::{
     child::{Kept, wait_until},
-    files::{FileError, open_plain},
+    files::{FileError, open_plain, own_directory, remove_if_there},
     room::Room,
 };
 use hostapi::Progress;
@@ -175,7 +175,9 @@ impl CreateBundle {
             let (lock, packages, pkgs) = (lock.to_string(), Arc::clone(&packages), downloads.pkgs());
             let (out, packed) = (self.out.clone(), packed.clone());
             let packing = tokio::task::spawn_blocking(move || {
-                let file = File::create(&packed).map_err(FileError::on("write", &packed))?;
+                let write = || FileError::on("write", &packed);
+                remove_if_there(&packed).map_err(write())?;
+                let file = File::create_new(&packed).map_err(write())?;
                 let hashing = Hashing::new(BufWriter::with_capacity(BUFFER, file));
                 let mut progress = |now| drop(sender.send(now));
                 let hashed =
@@ -287,15 +289,13 @@ impl Downloads {
         };
         let path = parent.join(format!(".{}.download", name.to_string_lossy()));
         let write = || FileError::on("write to", &path);
-        if let Err(e) = fs::create_dir(&path)
-            && e.kind() != io::ErrorKind::AlreadyExists
-        {
-            return Err(match e.kind() {
-                io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
-                _ => write()(e).into(),
-            });
-        }
-        let lock = File::open(&path).map_err(write())?;
+        let lock = own_directory(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
+            io::ErrorKind::PermissionDenied | io::ErrorKind::NotADirectory => {
+                BundleError::input(&path, format!("{error}: remove it, or write the bundle to another directory"))
+            }
+            _ => write()(error).into(),
+        })?;
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => BundleError::Busy { path: out.display().to_string() },
             TryLockError::Error(error) => write()(error).into(),

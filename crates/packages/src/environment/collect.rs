@@ -13,7 +13,12 @@ use crate::{
     environment::{failed, marker, ready, transaction::Environments},
     fetch::archive,
 };
-use host::{BrokerProcesses, Occupant, lock, state::environment};
+use host::{
+    BrokerProcesses, Occupant,
+    files::{look_in, open_uncovered},
+    lock,
+    state::environment,
+};
 use hostapi::{CollectOrder, Collected, Refusal};
 
 /// An environment that is ready.
@@ -90,8 +95,10 @@ fn usage(digest: &str, occupant: &Occupant) -> String {
 
 fn find(prefix: &Path) -> Vec<ReadyEnvironment> {
     let made = |digest: &str| {
-        let marker = environment(prefix, digest).join(ENVIRONMENT_MARKER);
-        fs::metadata(marker).and_then(|marker| marker.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
+        // A user may have mounted something over the marker since it was read.
+        let directory = open_uncovered(&environment(prefix, digest));
+        let marker = directory.and_then(|directory| look_in(&directory, ENVIRONMENT_MARKER.as_ref()));
+        marker.and_then(|marker| marker.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     };
     ready(prefix).into_iter().map(|digest| ReadyEnvironment { made: made(&digest), digest }).collect()
 }

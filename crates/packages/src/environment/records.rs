@@ -417,11 +417,13 @@ fn hash(pool: &rayon::ThreadPool, root: &Path, paths: Vec<PathBuf>) -> Vec<Hashe
     let digest = |path: &Path| -> io::Result<String> {
         let below = below.as_ref().map_err(|error| io::Error::from(error.kind()))?;
         let file = open_below(below, path)?;
+        let length = file.metadata()?.len();
         // A file with holes can be of any length.
-        if file.metadata()?.len() > Limits::default().bytes {
+        if length > Limits::default().bytes {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
-        Ok(archive::sha256_of(file)?.0)
+        // Who has it open could make it grow for as long as it is read. One byte more is enough for another sha256.
+        Ok(archive::sha256_of(file.take(length + 1))?.0)
     };
     pool.install(|| {
         paths
@@ -438,6 +440,26 @@ fn hash(pool: &rayon::ThreadPool, root: &Path, paths: Vec<PathBuf>) -> Vec<Hashe
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_its_user_makes_longer_and_longer_is_hashed_in_limited_time() {
+        let root = tempfile::tempdir().unwrap();
+        let file = File::create(root.path().join("theirs")).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut length = 1_u64 << 20;
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    length += 1 << 20;
+                    file.set_len(length).unwrap();
+                }
+            });
+            let hashed = digests(root.path(), vec!["theirs".into(); 20]).unwrap();
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(hashed.len(), 20);
+        });
+    }
 
     #[test]
     fn nothing_is_removed_through_a_symlink_to_where_files_are_put_aside() {

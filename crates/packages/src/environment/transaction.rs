@@ -35,12 +35,14 @@ use hostapi::Refusal;
 const PARTIAL: &str = ".partial";
 /// Suffix of its packages, unpacked.
 pub(crate) const UNPACKED: &str = ".unpacked";
-/// Suffix of an environment that is being removed.
+/// Suffix of an environment that is being removed. If a process uses it, it gets its name back.
 const OLD: &str = ".old";
+/// Suffix of an environment that a repair has replaced as a whole. It never gets its name back: other users could write to it.
+const REPLACED: &str = ".replaced";
 /// Limit for the old environments of one digest.
 const MOST_OLD: usize = 100;
 /// Suffixes of all temporary names, except a repair's.
-const ASIDE: [&str; 3] = [PARTIAL, UNPACKED, OLD];
+const ASIDE: [&str; 4] = [PARTIAL, UNPACKED, OLD, REPLACED];
 /// Suffix of a [`Workshop`].
 const MENDING: &str = ".mending";
 /// File name of the [`Workshop`]'s lock in `envs/`.
@@ -176,7 +178,7 @@ impl<'a> Environments<'a> {
     /// environment is unchanged then.
     pub(crate) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
         refuse_mounts(&self.place(digest), is_by_user)?;
-        let aside = self.free_old_name(digest)?;
+        let aside = self.free_name(digest, OLD)?;
         rename_in(&self.path, digest, &aside)?;
         // From here on no new process can find it under its name, so the check below sees every user.
         self.directory.sync_all()?;
@@ -190,7 +192,7 @@ impl<'a> Environments<'a> {
     /// As for [`Self::discard`]. The environment may have been replaced then, but is complete in either case.
     pub(crate) fn replace(&self, fresh: &Path, digest: &str) -> io::Result<()> {
         refuse_mounts(&self.place(digest), is_by_user)?;
-        let aside = self.free_old_name(digest)?;
+        let aside = self.free_name(digest, REPLACED)?;
         // If this process is killed from here on, the next run removes what has that name.
         fs::rename(fresh, self.path.join(&aside))?;
         let old = match exchange_in(&self.path, &aside, digest) {
@@ -202,7 +204,7 @@ impl<'a> Environments<'a> {
                     ErrorKind::InvalidInput | ErrorKind::Unsupported | ErrorKind::CrossesDevices
                 ) =>
             {
-                let old = self.free_old_name(digest)?;
+                let old = self.free_name(digest, REPLACED)?;
                 rename_in(&self.path, digest, &old)?;
                 rename_in(&self.path, &aside, digest)?;
                 old
@@ -210,7 +212,7 @@ impl<'a> Environments<'a> {
             Err(error) => return Err(error),
         };
         self.directory.sync_all()?;
-        match self.discard_aside(&old, digest) {
+        match self.discard_replaced(&old) {
             Ok(None) => {}
             Ok(Some(occupant)) => {
                 tracing::info!(%occupant, "the environment that was replaced stays until it is not used");
@@ -220,10 +222,11 @@ impl<'a> Environments<'a> {
         Ok(())
     }
 
-    /// A name for an environment that is being removed.
-    fn free_old_name(&self, digest: &str) -> io::Result<String> {
+    /// A free temporary name for environment `digest`, with this suffix.
+    fn free_name(&self, digest: &str, suffix: &str) -> io::Result<String> {
         // Directories that were set aside earlier may still be there because a process uses them.
-        let names = std::iter::once(format!(".{digest}{OLD}")).chain((1..).map(|n| format!(".{digest}.{n}{OLD}")));
+        let names =
+            std::iter::once(format!(".{digest}{suffix}")).chain((1..).map(|n| format!(".{digest}.{n}{suffix}")));
         for name in names.take(MOST_OLD) {
             if !is_there(&self.path.join(&name))? {
                 return Ok(name);
@@ -253,6 +256,15 @@ impl<'a> Environments<'a> {
         }
     }
 
+    /// Removes what a repair replaced and set aside under the name `aside`, unless a process uses it.
+    fn discard_replaced(&self, aside: &str) -> io::Result<Option<Occupant>> {
+        let used = self.used(&[aside.to_owned()])?.into_values().next();
+        if used.is_none() {
+            remove_all_if_there(&self.path.join(aside))?;
+        }
+        Ok(used)
+    }
+
     /// Removes everything with a temporary name. What can't be removed is returned as a warning and left for the next
     /// run; it does no harm unless a new environment needs that name.
     pub(crate) fn drop_leftovers(&self) -> Vec<String> {
@@ -279,6 +291,7 @@ impl<'a> Environments<'a> {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
                 Err(e) => Err(e),
             },
+            None if name.ends_with(REPLACED) => self.discard_replaced(hidden).map(drop),
             None if ASIDE.iter().any(|end| name.ends_with(end)) => remove_all_if_there(&entry.path()),
             None => Ok(()),
         }
