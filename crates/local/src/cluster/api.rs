@@ -183,8 +183,8 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
         ],
     )?;
     let end = Instant::now() + START_LIMIT;
-    // The client needs this file.
-    while !certificate_file(layout).exists() {
+    // The client needs the certificate's file, which is empty for a moment. The server writes the key's after it.
+    while !files("tls/apiserver.key").exists() {
         if Instant::now() > end || !matches!(server.try_wait(), Ok(None)) {
             let why = last_line(&files("kube-apiserver.log"));
             return Err(LocalError::NotStarted { who: "kube-apiserver".to_owned(), why });
