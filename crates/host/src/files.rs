@@ -258,7 +258,7 @@ pub fn own_directory(path: &Path) -> io::Result<File> {
     let directory = open_directory(path)?;
     let found = directory.metadata()?;
     if found.uid() != geteuid().as_raw() || found.mode() & 0o022 != 0 {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "other users can write to it"));
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "another user owns it or can write to it"));
     }
     directory.set_permissions(Permissions::from_mode(0o700))?;
     Ok(directory)

@@ -105,7 +105,8 @@ async fn make_ready(
     }
 }
 
-/// Waits while neither the parent's broker answers nor the API server reports a change.
+/// Waits, at most [`PARENT_PATIENCE`], while neither the parent's broker answers nor the API server reports a change that may
+/// begin a round.
 async fn wait_for_parent(agent: &Agent, roster: &Roster, rank: Rank) -> Result<(), StepError> {
     warn!(
         "neither the API server nor the parent's broker answers: this node may be cut off, and its rank another node's soon"

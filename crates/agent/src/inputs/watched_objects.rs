@@ -199,11 +199,12 @@ impl Watched for Namespace {
     }
 }
 
-/// True if `object` is another one than `before`, begins to be deleted, or has other annotations.
+/// True if `object` is another one than `before`, begins to be deleted, or has another generation or other annotations.
 fn has_other_metadata<K: Resource>(object: &K, before: &K) -> bool {
     let acted_on = |object: &K| {
         let metadata = object.meta();
-        (metadata.uid.clone(), metadata.deletion_timestamp.is_some(), metadata.annotations.clone())
+        let is_ending = metadata.deletion_timestamp.is_some();
+        (metadata.uid.clone(), is_ending, metadata.generation, metadata.annotations.clone())
     };
     acted_on(object) != acted_on(before)
 }

@@ -47,7 +47,8 @@ pub(super) fn drain(seen: &Observed, members: &Members, roster: &mut Roster) {
                 Some(Draining { reason, leave, since })
             }
             // For some seconds after a reboot, Flux takes the broker of the boot before for one that lives. It would
-            // start jobs there, and lose them when the new broker joins.
+            // start jobs there, and lose them when the new broker joins. An undrain before the new agent's first report
+            // still comes too early: until then, the last report is that of the boot before.
             None => before.filter(|before| !before.leave && !members.is_reported_online(rank)),
         };
         match &entry.drain {

@@ -291,9 +291,10 @@ impl Downloads {
         let write = || FileError::on("write to", &path);
         let lock = own_directory(&path).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
-            io::ErrorKind::PermissionDenied | io::ErrorKind::NotADirectory => {
-                BundleError::input(&path, format!("{error}: remove it, or write the bundle to another directory"))
-            }
+            io::ErrorKind::PermissionDenied | io::ErrorKind::NotADirectory => BundleError::input(
+                &path,
+                format!("{error}: if it is there, remove it, or write the bundle to another directory"),
+            ),
             _ => write()(error).into(),
         })?;
         lock.try_lock().map_err(|error| match error {

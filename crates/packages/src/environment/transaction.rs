@@ -41,7 +41,7 @@ const OLD: &str = ".old";
 const REPLACED: &str = ".replaced";
 /// Limit for the old environments of one digest.
 const MOST_OLD: usize = 100;
-/// Suffixes of all temporary names, except a repair's.
+/// Suffixes of all temporary names, except a [`Workshop`]'s.
 const ASIDE: [&str; 4] = [PARTIAL, UNPACKED, OLD, REPLACED];
 /// Suffix of a [`Workshop`].
 const MENDING: &str = ".mending";
@@ -189,7 +189,8 @@ impl<'a> Environments<'a> {
     /// can do that, in one step: every process finds one of them. The other one stays under a temporary name while a process uses it.
     ///
     /// # Errors
-    /// As for [`Self::discard`]. The environment may have been replaced then, but is complete in either case.
+    /// As for [`Self::discard`]. The environment may have been replaced then. Where the file system can't exchange names, it may
+    /// also be missing, and is then installed again.
     pub(crate) fn replace(&self, fresh: &Path, digest: &str) -> io::Result<()> {
         refuse_mounts(&self.place(digest), is_by_user)?;
         let aside = self.free_name(digest, REPLACED)?;

@@ -82,7 +82,10 @@ fn verify_one(
     let mut differences: Vec<_> = differences.into_iter().map(in_utf8).collect();
     differences.sort();
     differences.dedup();
+    // Damage first: what nobody mends must not hide it.
+    differences.sort_by_key(|difference| difference.what == What::Extra);
     differences.truncate(MOST_DIFFERENCES);
+    differences.sort();
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
 }
 

@@ -186,8 +186,7 @@ fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>, pause
         if is_replaced {
             any = true;
             if !round.is_busy(&record.gang) && !round.has_unseen(record) {
-                let note =
-                    format!("{NOTE}the broker has restarted, and other jobs hold the cores of the pods that run");
+                let note = format!("{NOTE}the broker has restarted, and this job is not needed any more");
                 cancels.push(Action::Cancel { job: job.id, gang: record.gang.clone(), note });
             }
         }
