@@ -175,7 +175,8 @@ impl Watched for FluxNode {
     }
 
     fn is_news(&self, before: &Self) -> bool {
-        has_other_metadata(self, before) || self.spec != before.spec
+        // Its status too: a report may have been computed before the watch delivered the one before it.
+        has_other_metadata(self, before) || self.spec != before.spec || self.status != before.status
     }
 }
 
@@ -397,7 +398,8 @@ mod tests {
             let (spec, status) = (json!({"nodeName": "node1", "rank": rank}), json!({"phase": phase}));
             serde_json::from_value(json!({"metadata": {"name": "node1"}, "spec": spec, "status": status})).unwrap()
         };
-        assert!(!node(1, "Online").is_news(&node(1, "Starting")));
+        assert!(!node(1, "Online").is_news(&node(1, "Online")));
+        assert!(node(1, "Online").is_news(&node(1, "Starting")));
         assert!(node(2, "Online").is_news(&node(1, "Online")));
     }
 }
