@@ -1,13 +1,10 @@
 //! Other processes of this program on this host.
 
-use std::{
-    fs::{self, File},
-    io::Read,
-    path::Path,
-};
+use std::fs;
 
 use host::{
     Root,
+    files::beginning_of,
     processes::{Process, processes},
 };
 
@@ -28,16 +25,10 @@ pub fn other_process(command: &str) -> Option<i32> {
         program.file_name().is_some_and(|name| name.to_string_lossy().contains("flux-distribute"))
     };
     let runs_command = |process: &&Process| {
-        let line = || beginning_of(&process.dir.join("cmdline"));
-        process.is_hosts_root() && is_ours(process) && line().is_some_and(|line| runs(&line, command))
+        let line = || beginning_of(&process.dir.join("cmdline"), LONGEST);
+        process.is_hosts_root() && is_ours(process) && line().is_ok_and(|line| runs(&line, command))
     };
     processes(&Root::host()).ok()?.iter().find(runs_command).map(|process| process.pid)
-}
-
-fn beginning_of(file: &Path) -> Option<Vec<u8>> {
-    let mut text = Vec::new();
-    File::open(file).ok()?.take(LONGEST).read_to_end(&mut text).ok()?;
-    Some(text)
 }
 
 fn runs(cmdline: &[u8], command: &str) -> bool {
@@ -48,6 +39,8 @@ fn runs(cmdline: &[u8], command: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -65,6 +58,6 @@ mod tests {
 
     #[test]
     fn of_a_command_line_of_any_length_only_the_beginning_is_read() {
-        assert_eq!(beginning_of(Path::new("/dev/zero")).map(|text| text.len()), Some(4096));
+        assert_eq!(beginning_of(Path::new("/dev/zero"), LONGEST).map(|text| text.len()).ok(), Some(4096));
     }
 }

@@ -4,7 +4,7 @@
 use std::{
     ffi::OsStr,
     fs::{self, DirBuilder, File, OpenOptions, Permissions},
-    io::{self, Write},
+    io::{self, Read, Write},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
         unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
@@ -237,6 +237,16 @@ pub fn open_plain(path: &Path) -> io::Result<File> {
     }
 }
 
+/// The first `longest` bytes of a file, or all of a shorter one.
+///
+/// # Errors
+/// If it can't be opened or read.
+pub fn beginning_of(file: &Path, longest: u64) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    File::open(file)?.take(longest).read_to_end(&mut text)?;
+    Ok(text)
+}
+
 /// Opens a directory. The last part of `path` must not be a symlink.
 ///
 /// # Errors
@@ -251,9 +261,10 @@ pub fn open_directory(path: &Path) -> io::Result<File> {
 /// # Errors
 /// If it can't be made or opened; `PermissionDenied` if another user owns it or may write to it.
 pub fn own_directory(path: &Path) -> io::Result<File> {
-    match DirBuilder::new().mode(0o700).create(path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-        _ => {}
+    if let Err(error) = DirBuilder::new().mode(0o700).create(path)
+        && error.kind() != io::ErrorKind::AlreadyExists
+    {
+        return Err(error);
     }
     let directory = open_directory(path)?;
     let found = directory.metadata()?;

@@ -2,8 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::{self, File},
-    io::{self, Read},
+    fs, io,
     os::unix::ffi::OsStrExt,
     path::Path,
 };
@@ -15,7 +14,7 @@ use nix::{
     sys::stat::{FileStat, Mode, fstat, fstatat},
 };
 
-use super::{Root, processes::processes, trust::is_trusted};
+use super::{Root, files::beginning_of, processes::processes, trust::is_trusted};
 
 /// A process that uses an environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,7 +90,7 @@ fn named_by<'a>(process: &Path, names: &'a [String]) -> io::Result<Vec<&'a Strin
         "exe" | "cwd" | "root" => {
             fs::read_link(process.join(file)).map(|target| target.as_os_str().as_bytes().to_vec())
         }
-        _ => beginning_of(&process.join(file)),
+        _ => beginning_of(&process.join(file), LONGEST),
     });
     let mut used = Vec::new();
     for text in texts {
@@ -105,13 +104,6 @@ fn named_by<'a>(process: &Path, names: &'a [String]) -> io::Result<Vec<&'a Strin
         }
     }
     Ok(used)
-}
-
-/// The first [`LONGEST`] bytes of a file.
-fn beginning_of(file: &Path) -> io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    File::open(file)?.take(LONGEST).read_to_end(&mut text)?;
-    Ok(text)
 }
 
 /// The `names` in `envs` that have a file which a process executes or maps; none if it ends meanwhile.
@@ -240,7 +232,7 @@ mod tests {
 
     #[test]
     fn no_more_than_the_beginning_of_an_endless_file_is_read() {
-        assert_eq!(beginning_of(Path::new("/dev/zero")).unwrap().len() as u64, LONGEST);
+        assert_eq!(beginning_of(Path::new("/dev/zero"), LONGEST).unwrap().len() as u64, LONGEST);
     }
 
     #[test]
