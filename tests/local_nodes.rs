@@ -98,6 +98,11 @@ impl Cluster {
     }
 
     fn node_uid(&self, node: &str) -> String {
+        self.node(node).metadata.uid.unwrap()
+    }
+
+    /// The Node object.
+    fn node(&self, node: &str) -> Node {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let kubeconfig = Kubeconfig::from_yaml(&self.must(&["kubeconfig"])).unwrap();
         let found = async {
@@ -106,7 +111,7 @@ impl Cluster {
             Api::<Node>::all(client).get(node).await.unwrap()
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        runtime.unwrap().block_on(found).metadata.uid.unwrap()
+        runtime.unwrap().block_on(found)
     }
 
     /// What is left of this cluster anywhere on the machine.
@@ -244,16 +249,20 @@ fn a_killed_agent_is_restarted_and_only_processes_outside_its_pod_survive() {
 fn a_node_that_was_off_comes_back_as_the_same_node_in_a_new_boot() {
     let Some(cluster) = Cluster::up(1) else { return };
     let boot = |cluster: &Cluster| cluster.exec("node1", &["cat", "/proc/sys/kernel/random/boot_id"]);
+    let reported = |cluster: &Cluster| cluster.node("node1").status.unwrap().node_info.unwrap().boot_id;
     let (uid, first) = (cluster.node_uid("node1"), boot(&cluster));
+    assert_eq!(reported(&cluster), first);
     assert_ne!(first, fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim());
     cluster.exec("node1", &["touch", "/opt/kept", "/run/lost"]);
 
     cluster.must(&["node", "node1", "power-off"]);
     assert_eq!(cluster.status("node1")["initPid"], serde_json::Value::Null);
+    assert_eq!(reported(&cluster), first, "a Node that is off names its last boot");
     assert!(!cluster.run(&["exec", "node1", "--", "true"]).status.success());
     cluster.must(&["node", "node1", "power-on"]);
     assert_eq!(cluster.node_uid("node1"), uid);
     assert_ne!(boot(&cluster), first);
+    assert_eq!(reported(&cluster), boot(&cluster));
     cluster.exec("node1", &["test", "-e", "/opt/kept"]);
     assert!(!cluster.run(&["exec", "node1", "--", "test", "-e", "/run/lost"]).status.success());
 }

@@ -19,6 +19,7 @@ use super::{
     rights::{agent, agent_on, make_of, refused},
 };
 use api::NAMESPACE;
+use pods::record::{ANNOTATION_JOB, LONGEST_RECORD};
 
 const PODS_YAML: &str = include_str!("../../deploy/pods.yaml");
 
@@ -98,6 +99,7 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
         json!({"metadata": {"ownerReferences": [owner]}}),
         json!({"metadata": {"labels": {"team": "c"}}}),
         json!({"metadata": {"annotations": {"example.org/mine": "1"}}}),
+        json!({"metadata": {"annotations": {"distribute.flux-framework.org/suspended": "x".repeat(257)}}}),
         json!({"spec": {"parallelism": 9}}),
         json!({"spec": {"backoffLimit": 0}}),
         json!({"spec": {"ttlSecondsAfterFinished": 0}}),
@@ -141,11 +143,12 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
     for (namespace, name, metadata) in [
         ("default", "waits", json!({"labels": {"app": "hijacked"}})),
         ("default", "waits", json!({"annotations": {"example.org/mine": "1"}})),
+        ("default", "waits", json!({"annotations": {ANNOTATION_JOB: "x".repeat(LONGEST_RECORD + 1)}})),
         (NAMESPACE, "elsewhere", json!({})),
     ] {
         assert_eq!(refused(bind(namespace, name, metadata).await, name).0, 403, "{namespace}/{name}");
     }
-    bind("default", "waits", json!({"annotations": {"distribute.flux-framework.org/job": "{}"}})).await.unwrap();
+    bind("default", "waits", json!({"annotations": {ANNOTATION_JOB: "x".repeat(LONGEST_RECORD)}})).await.unwrap();
     let bound = Api::<Pod>::namespaced(admin, "default").get("waits").await.unwrap();
     assert_eq!(bound.spec.unwrap().node_name.as_deref(), Some("node1"));
     assert_eq!(bound.metadata.labels.unwrap()["app"], "theirs");

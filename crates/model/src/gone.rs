@@ -15,7 +15,7 @@ pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String>
          NODE`"
             .to_owned()
     } else if members.nodes.named(&member.node).is_some() {
-        "its Node is gone, and another machine has a Node of that name now".to_owned()
+        "its Node is gone; a new Node has its name now".to_owned()
     } else {
         "its Node is gone".to_owned()
     })
@@ -62,13 +62,13 @@ mod tests {
     }
 
     #[test]
-    fn another_machine_with_the_name_of_one_that_is_gone_is_told_apart() {
+    fn a_new_node_with_the_name_of_one_that_is_gone_is_told_apart() {
         let mut world = World::up(3);
-        world.nodes.iter_mut().find(|view| view.name == "node2").unwrap().uid = "of-another-machine".to_owned();
+        world.nodes.iter_mut().find(|view| view.name == "node2").unwrap().uid = "of-a-new-node".to_owned();
         world.reports.get_mut("node1").unwrap().offline = vec![1];
         world.settle();
         let line = status(&world.seen(), 1, world.planned().as_ref(), None).message.unwrap();
-        assert!(line.contains("its Node is gone, and another machine has a Node of that name"), "{line}");
+        assert!(line.contains("its Node is gone; a new Node has its name now"), "{line}");
     }
 
     #[test]

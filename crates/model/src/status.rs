@@ -345,25 +345,25 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     Some(KeptDump { node: node.clone(), dump: dump.clone() })
 }
 
-/// One sentence on how many nodes are online, with the message of the offline member that matters most: a silent lead,
+/// One sentence on how many nodes are online, with the message of the offline member that matters most: a lead that the others don't reach,
 /// else the first that has failed, else the first.
 fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus) -> String {
     let Some(Planned { roster, members }) = planned else { return "no roster yet".to_owned() };
     let has_failed = |(_, member): &(_, &Member)| {
         seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed)
     };
-    let is_silent = |rank| rank == 0 && members.is_lead_silent();
-    let first = offline(roster, members).min_by_key(|found| (!is_silent(found.0), !has_failed(found)));
+    let is_unreachable = |rank| rank == 0 && members.is_lead_silent();
+    let first = offline(roster, members).min_by_key(|found| (!is_unreachable(found.0), !has_failed(found)));
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
-        let silent = match (is_silent(rank), members.is_ready(rank)) {
+        let unreachable = match (is_unreachable(rank), members.is_ready(rank)) {
             (true, true) => Some("its broker does not answer the others".to_owned()),
             (true, false) => Some("its Node is not Ready, and its broker does not answer the others".to_owned()),
             (false, false) => Some("its Node is not Ready".to_owned()),
             (false, true) => None,
         };
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
-        let cause = gone::message(members, roster, rank).or(silent).or(agentless);
+        let cause = gone::message(members, roster, rank).or(unreachable).or(agentless);
         // Between two steps, an agent reports no message; then its phase is all that is known.
         let phase = || match &report?.phase {
             NodePhase::Online => Some("its agent reports it online, and the lead does not yet".to_owned()),

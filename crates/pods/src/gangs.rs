@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::{
     facts::{Claim, Facts, KubeJob},
     pod::PodView,
-    record::{GangId, GangKind, is_gang_name},
+    record::{GangId, GangKind, is_label_like},
     time::Millis,
     unsupported::Unsupported,
 };
@@ -253,7 +253,7 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts) -> (GangId, Resul
     let id =
         |kind, name: &str| GangId { kind, namespace: pod.namespace.clone(), name: name.to_owned(), uid: String::new() };
     let sized = |kind, (name, size): &(String, String)| {
-        if !is_gang_name(name) {
+        if !is_label_like(name) {
             return (single(pod), Err(Problem::BadName(name.clone())));
         }
         let gang = id(kind, name);

@@ -7,7 +7,7 @@ use k8s_openapi::{
 
 use crate::{
     node_rules::NodeRules,
-    record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord, is_gang_name},
+    record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord, is_label_like},
     requests::Requests,
     time::{Millis, SECOND},
     unsupported::{Unsupported, spreads},
@@ -154,7 +154,7 @@ impl PodView {
         let annotation = |key: &str| meta.annotations.as_ref().and_then(|annotations| annotations.get(key));
         let owners = meta.owner_references.iter().flatten();
         // A pod's creator chooses the owner's name and uid, which the API server does not check.
-        let is_fine = |owner: &&OwnerReference| is_gang_name(&owner.name) && is_gang_name(&owner.uid);
+        let is_fine = |owner: &&OwnerReference| is_label_like(&owner.name) && is_label_like(&owner.uid);
         let controller = owners.into_iter().find(|owner| owner.controller == Some(true));
         let owner = controller.filter(is_fine).map(|owner| Owner {
             is_job: owner.kind == "Job" && owner.api_version == "batch/v1",

@@ -16,15 +16,16 @@ pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
 /// Longest name of a gang, in bytes.
 pub const LONGEST_NAME: usize = 63;
 
-/// A gang's name goes into each of its jobs, and onto the terminals of all who list them, so only the characters of a label's value
-/// are allowed.
-pub(crate) fn is_gang_name(name: &str) -> bool {
+/// True if `text` has the length and the characters of a label's value. Names and uids that users choose go into jobs, and onto the
+/// terminals of all who list them.
+pub(crate) fn is_label_like(text: &str) -> bool {
     let is_fine = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    (1..=LONGEST_NAME).contains(&name.len()) && name.bytes().all(is_fine)
+    (1..=LONGEST_NAME).contains(&text.len()) && text.bytes().all(is_fine)
 }
 
-/// Longest text of a [`PodRecord`], in bytes: many times that of all cores of a big node.
-const LONGEST_RECORD: usize = 4096;
+/// Longest text of a [`PodRecord`], in bytes: many times that of all cores of a big node. The admission policy for bindings has the
+/// same limit.
+pub const LONGEST_RECORD: usize = 4096;
 
 /// What a bound pod says about its cores.
 #[derive(Deserialize, Clone, Debug, PartialEq, Eq)]

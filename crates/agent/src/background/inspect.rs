@@ -360,6 +360,18 @@ mod tests {
     }
 
     #[test]
+    fn a_mending_that_must_wait_keeps_no_other_set_from_being_looked_at() {
+        let installed = Instant::now();
+        let (mut both, now) = (inspecting(&["a", "b"], installed), installed + FIRST);
+        both.sets.get_mut("a").unwrap().learn("a", Work::Look(None), looked(&["bin/flux"]), now);
+        both.sets.get_mut("a").unwrap().next_look = now + HOUR;
+        assert_eq!(next(&both.sets, now), Some(("a", Work::Mend)));
+        both.mend_later("a", now);
+        assert_eq!(next(&both.sets, now), Some(("b", Work::Look(None))));
+        assert_eq!(next(&both.sets, now + LATER), Some(("a", Work::Mend)));
+    }
+
+    #[test]
     fn damage_is_reported_until_everything_was_found_whole() {
         let now = Instant::now();
         let hour = Work::Look(part(1));

@@ -3,7 +3,7 @@
 
 use std::{fmt::Debug, pin::pin, time::Duration};
 
-use futures::StreamExt;
+use futures::{Stream, StreamExt};
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Namespace};
 use kube::{
     Api, Client, Resource, ResourceExt,
@@ -228,7 +228,18 @@ pub fn watch_objects(client: &Client, node_name: &str, daemonset: &str) -> watch
 
 async fn follow<K: Watched>(api: Api<K>, name: String, sender: watch::Sender<WatchedObjects>) {
     let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
-    let mut events = pin!(watcher(api.clone(), config).default_backoff());
+    let events = watcher(api.clone(), config).default_backoff();
+    take_in(events, &api, &name, &sender).await;
+}
+
+/// Takes in the `events` of the watch on the object `name`, until they or the receivers end.
+async fn take_in<K: Watched>(
+    events: impl Stream<Item = Result<watcher::Event<K>, watcher::Error>>,
+    api: &Api<K>,
+    name: &str,
+    sender: &watch::Sender<WatchedObjects>,
+) {
+    let mut events = pin!(events);
     let mut listed = false;
     let mut is_unclear = false;
     let mut was_interrupted = false;
@@ -236,7 +247,7 @@ async fn follow<K: Watched>(api: Api<K>, name: String, sender: watch::Sender<Wat
         // An empty list proves little; a 404 that names the object proves that it does not exist. A watch goes on after its
         // list and never reports what does not exist, so this asks until there is an answer.
         if is_unclear {
-            match timeout(LOOK, read_presence(&api, &name)).await.unwrap_or_default() {
+            match timeout(LOOK, read_presence(api, name)).await.unwrap_or_default() {
                 Presence::Unknown => {}
                 known => {
                     is_unclear = false;
@@ -252,7 +263,7 @@ async fn follow<K: Watched>(api: Api<K>, name: String, sender: watch::Sender<Wat
             None => return,
             Some(Ok(watcher::Event::Init)) => (listed, is_unclear) = (false, false),
             Some(Ok(watcher::Event::InitApply(object))) => {
-                (listed, is_unclear) = (true, false);
+                (listed, is_unclear, was_interrupted) = (true, false, false);
                 sender.send_modify(|watched| watched.set(Presence::Here(Box::new(object))));
             }
             Some(Ok(watcher::Event::Apply(object))) => {
@@ -307,11 +318,15 @@ fn is_named_404(error: &kube::Error, name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
+    use std::{
+        iter,
+        sync::{
+            Arc,
+            atomic::{AtomicUsize, Ordering},
+        },
     };
 
+    use futures::stream;
     use http::{Request, Response};
     use kube::client::Body;
     use serde_json::json;
@@ -363,15 +378,39 @@ mod tests {
         following.abort();
     }
 
+    fn daemonset(ready: i32, annotation: &str) -> DaemonSet {
+        let status = json!({"currentNumberScheduled": 9, "desiredNumberScheduled": 9, "numberMisscheduled": 0,
+                            "numberReady": ready});
+        let metadata = json!({"name": "install-flux", "uid": "1", "annotations": {"a": annotation},
+                              "resourceVersion": ready.to_string()});
+        serde_json::from_value(json!({"metadata": metadata, "status": status})).unwrap()
+    }
+
+    #[tokio::test]
+    async fn only_news_and_the_end_of_an_interruption_begin_a_round() {
+        use watcher::Event::{Apply, Init, InitApply, InitDone};
+        let all = |ready| vec![Ok(Init), Ok(InitApply(daemonset(ready, "x"))), Ok(InitDone)];
+        let interrupted = || Err(watcher::Error::NoResourceVersion);
+        for (what, events, begins) in [
+            ("a count of ready pods", vec![Ok(Apply(daemonset(2, "x")))], false),
+            ("another annotation", vec![Ok(Apply(daemonset(2, "y")))], true),
+            ("the watch goes on", vec![interrupted(), Ok(Apply(daemonset(2, "x")))], true),
+            ("a watch that can't go on begins anew", iter::once(interrupted()).chain(all(2)).collect(), true),
+        ] {
+            let (sender, mut watched) = watch::channel(WatchedObjects::default());
+            let api = Api::<DaemonSet>::namespaced(client(Vec::new(), Arc::default()), NAMESPACE);
+            take_in(stream::iter(all(1)), &api, "install-flux", &sender).await;
+            watched.mark_unchanged();
+            take_in(stream::iter(events), &api, "install-flux", &sender).await;
+            assert_eq!(watched.has_changed().unwrap(), begins, "{what}");
+            let known = &watched.borrow_and_update().daemonset;
+            let ready = known.here().and_then(|found| Some(found.status.as_ref()?.number_ready));
+            assert_eq!(ready, Some(2), "{what}: what begins no round is known in the next one");
+        }
+    }
+
     #[test]
     fn what_all_agents_write_together_is_no_news() {
-        let daemonset = |ready: i32, annotation: &str| -> DaemonSet {
-            let status = json!({"currentNumberScheduled": 9, "desiredNumberScheduled": 9, "numberMisscheduled": 0,
-                                "numberReady": ready});
-            let metadata = json!({"name": "install-flux", "uid": "1", "annotations": {"a": annotation},
-                                  "resourceVersion": ready.to_string()});
-            serde_json::from_value(json!({"metadata": metadata, "status": status})).unwrap()
-        };
         assert!(!daemonset(8, "x").is_news(&daemonset(7, "x")));
         assert!(daemonset(8, "y").is_news(&daemonset(8, "x")));
 

@@ -315,6 +315,28 @@ mod tests {
         assert!(status.adopted.is_some(), "it runs, and its rank is no other node's");
     }
 
+    /// The planner would take the broker of a new boot for the one that was online, and give it jobs too early.
+    #[test]
+    fn a_new_agent_repeats_what_was_reported_about_this_broker_only() {
+        for (what, boot, pid, expected) in [
+            ("the agent was restarted", "boot", 7, NodePhase::Online),
+            ("the broker was restarted too", "boot", 6, NodePhase::Starting),
+            ("the host was rebooted", "boot before", 7, NodePhase::Starting),
+        ] {
+            let mut before =
+                node_status(&lead_with_broker(status_before(NodePhase::Online)), &Memory::default(), &Step::Hold, None)
+                    .unwrap();
+            before.phase = NodePhase::Online;
+            before.facts.as_mut().unwrap().boot_id = boot.to_owned();
+            before.adopted.as_mut().unwrap().pid = pid;
+            let mut inputs = lead_with_broker(before);
+            inputs.host.boot_id = "boot".to_owned();
+            inputs.agent_age = Duration::ZERO;
+            let status = node_status(&inputs, &Memory::default(), &Step::Hold, None).unwrap();
+            assert_eq!(status.phase, expected, "{what}");
+        }
+    }
+
     #[test]
     fn waiting_for_others_is_no_failure() {
         let install = Step::Install { digest: "digest".to_owned() };

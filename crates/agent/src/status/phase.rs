@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::{inputs::node_inputs::NodeInputs, memory::Trouble, step::Step};
 use api::{FluxNodeStatus, NodePhase, STAND_IN};
+use hostapi::HostView;
 
 /// A new agent may need this long to connect to the broker that it found.
 pub const NEW: Duration = Duration::from_secs(10);
@@ -40,7 +41,7 @@ pub fn phase(
     if inputs.is_online() && *step != Step::Remove {
         return online(inputs, step, reasons);
     }
-    if inputs.agent_age < NEW && host.broker.is_some() && inputs.broker.pid.is_none() && is_up(&before.phase) {
+    if inputs.agent_age < NEW && is_of(before, host) && inputs.broker.pid.is_none() && is_up(&before.phase) {
         // That a new agent has not connected to the broker yet says nothing about the broker.
         return (before.phase.clone(), repeated(before));
     }
@@ -75,6 +76,14 @@ pub fn phase(
             (NodePhase::Waiting, Some(format!("the packages are ready{no_rank}")))
         }
     }
+}
+
+/// True if `before`, an agent's last report, is about the broker that runs now: a host that rebooted within seconds has
+/// another one, and the planner must not take that for the broker that was online.
+fn is_of(before: &FluxNodeStatus, host: &HostView) -> bool {
+    let boot = before.facts.as_ref().map(|facts| facts.boot_id.as_str());
+    let pid = before.adopted.as_ref().map(|adopted| adopted.pid);
+    boot == Some(&host.boot_id) && pid.is_some() && pid == host.broker.as_ref().map(|broker| broker.pid)
 }
 
 fn hangs(pid: i32, is_lead: bool) -> String {

@@ -27,6 +27,7 @@ use super::{
 };
 use crate::error::{Context, LocalError};
 use base::error_chain;
+use host::{Root, facts};
 
 /// Shortest and longest pause between two starts of an agent: shorter than a real kubelet's, so that tests end sooner.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
@@ -106,12 +107,12 @@ impl Kubelet {
                 Off::Ordered(Action::Shutdown, reply) => return answer(reply, Ok(())),
                 Off::Ordered(Action::Remove, reply) => return answer(reply, self.remove().await),
                 Off::Ordered(_, reply) => {
-                    answer(reply, self.report(false).await);
+                    answer(reply, self.report(None).await);
                     self.wait_for_power(&mut orders).await
                 }
                 Off::Died => {
                     warn!(node = self.name, "the node is down");
-                    if let Err(error) = self.report(false).await {
+                    if let Err(error) = self.report(None).await {
                         warn!(node = self.name, error = error_chain(&error), "can't report the node's state");
                     }
                     self.wait_for_power(&mut orders).await
@@ -145,7 +146,7 @@ impl Kubelet {
             let machine = self.boot().await?;
             let kind = self.layout.kind(&self.name)?;
             objects::register(&self.client, kind.node_of(&self.name), &kind).await?;
-            self.report(true).await?;
+            self.report(Some(machine.init)).await?;
             Ok::<_, LocalError>((machine, kind.node_of(&self.name).to_owned()))
         };
         let (mut machine, node) = match booted.await {
@@ -303,9 +304,11 @@ impl Kubelet {
         killed.context(|| "the task that kills the processes panicked".to_owned())?
     }
 
-    async fn report(&self, ready: bool) -> Result<(), LocalError> {
+    /// Writes the Node's status. `init`: the process id of the node's first process; None if the node is off.
+    async fn report(&self, init: Option<i32>) -> Result<(), LocalError> {
         let kind = self.layout.kind(&self.name)?;
-        objects::report(&self.client, &self.cluster, self.number, kind.node_of(&self.name), &kind, ready).await
+        let boot_id = init.map(|init| facts::boot_id(&Root::at(format!("/proc/{init}/root"))));
+        objects::report(&self.client, &self.cluster, self.number, kind.node_of(&self.name), &kind, boot_id).await
     }
 
     /// The pods that are bound to Node `node`, which runs until its process `init` ends.

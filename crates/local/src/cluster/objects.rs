@@ -90,15 +90,17 @@ pub(crate) async fn register(client: &Client, name: &str, kind: &Kind) -> Result
     create(&Api::all(client.clone()), &node).await
 }
 
-/// Writes the Node's status: whether it is Ready, and the facts that a kubelet reports.
+/// Writes the Node's status: whether it is Ready, and the facts that a kubelet reports. `boot_id`: that of the node; None if it is
+/// off.
 pub(crate) async fn report(
     client: &Client,
     cluster: &Cluster,
     number: u32,
     name: &str,
     kind: &Kind,
-    ready: bool,
+    boot_id: Option<String>,
 ) -> Result<(), LocalError> {
+    let ready = boot_id.is_some();
     let now = Time(Timestamp::now());
     let address = |kind: &str, address: String| NodeAddress { type_: kind.to_owned(), address };
     let capacity: std::collections::BTreeMap<String, Quantity> = [
@@ -122,7 +124,9 @@ pub(crate) async fn report(
             last_heartbeat_time: Some(now.clone()),
             last_transition_time: Some(now),
         }]),
-        node_info: Some(NodeSystemInfo {
+        // While the node is off, the last boot's stay.
+        node_info: boot_id.map(|boot_id| NodeSystemInfo {
+            boot_id,
             architecture: architecture(kind).to_owned(),
             operating_system: "linux".to_owned(),
             kernel_version: read_line("/proc/sys/kernel/osrelease"),

@@ -41,16 +41,11 @@ pub(super) fn drain(seen: &Observed, members: &Members, roster: &mut Roster) {
             continue;
         }
         let before = entry.drain.take();
-        entry.drain = match wanted {
-            Some((reason, leave)) => {
-                let since = before.filter(|before| before.leave == leave).map_or(seen.now, |before| before.since);
-                Some(Draining { reason, leave, since })
-            }
-            // For some seconds after a reboot, Flux takes the broker of the boot before for one that lives. It would
-            // start jobs there, and lose them when the new broker joins. An undrain before the new agent's first report
-            // still comes too early: until then, the last report is that of the boot before.
-            None => before.filter(|before| !before.leave && !members.is_reported_online(rank)),
-        };
+        let wanted = wanted.or_else(|| Some((not_back(members, rank).filter(|_| before.is_some())?.to_owned(), false)));
+        entry.drain = wanted.map(|(reason, leave)| {
+            let since = before.filter(|before| before.leave == leave).map_or(seen.now, |before| before.since);
+            Draining { reason, leave, since }
+        });
         match &entry.drain {
             Some(drain) if drain.leave && stopped => entry.vacate(),
             Some(drain) if drain.leave => drop(ending.insert(rank)),
@@ -82,6 +77,16 @@ fn reason(
     let declared = roster.ranks.get(&rank)?.resources.as_ref()?;
     let now = resources(seen, &roster.settings, node, rank, Some(declared))?;
     lack(declared, &now).map(|reason| (reason, false))
+}
+
+/// Why `rank`, whose drain has no other reason left, stays drained for now: for some seconds after a reboot, Flux takes the
+/// broker of the boot before for one that lives. It would start jobs there, and lose them when the new broker joins.
+fn not_back(members: &Members, rank: Rank) -> Option<&'static str> {
+    match () {
+        () if !members.is_reported_online(rank) => Some("its broker is not online yet"),
+        () if !members.is_reported_since_boot(rank) => Some("its agent has not reported since the node's boot"),
+        () => None,
+    }
 }
 
 /// Why a node is about to go, if an administrator or an autoscaler has marked it. Taints of node conditions don't

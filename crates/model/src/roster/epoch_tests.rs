@@ -317,19 +317,25 @@ fn a_leaving_member_is_stopped_when_the_drain_timeout_has_passed() {
 
 /// Until its new broker joins, Flux may take the one of the boot before for one that lives, and start jobs there.
 #[test]
-fn a_node_that_is_uncordoned_after_a_reboot_stays_drained_until_its_broker_is_online() {
+fn a_node_that_is_uncordoned_after_a_reboot_stays_drained_until_its_new_broker_is_online() {
     let mut world = idle();
-    let is_drained = |world: &mut World, phase: NodePhase| {
-        world.reports.get_mut("node2").unwrap().phase = phase;
+    let drained = |world: &mut World, phase: NodePhase, boot: &str| {
+        let report = world.reports.get_mut("node2").unwrap();
+        report.phase = phase;
+        report.facts.as_mut().unwrap().boot_id = boot.to_owned();
         world.settle();
-        world.roster.as_ref().unwrap().ranks[&1].drain.is_some()
+        world.roster.as_ref().unwrap().ranks[&1].drain.clone().map(|drain| drain.reason)
     };
+    let because = |reason: &str| Some(reason.to_owned());
     world.nodes[1].cordoned = true;
-    assert!(is_drained(&mut world, NodePhase::Draining));
+    world.nodes[1].boot_id = "new".to_owned();
+    assert_eq!(drained(&mut world, NodePhase::Draining, "old"), because("the node is cordoned"));
     world.nodes[1].cordoned = false;
-    assert!(is_drained(&mut world, NodePhase::Starting));
-    assert!(!is_drained(&mut world, NodePhase::Online));
-    assert!(!is_drained(&mut world, NodePhase::Starting), "no node is drained because it is down");
+    let is_old = because("its agent has not reported since the node's boot");
+    assert_eq!(drained(&mut world, NodePhase::Online, "old"), is_old);
+    assert_eq!(drained(&mut world, NodePhase::Starting, "new"), because("its broker is not online yet"));
+    assert_eq!(drained(&mut world, NodePhase::Online, "new"), None);
+    assert_eq!(drained(&mut world, NodePhase::Starting, "new"), None, "no node is drained because it is down");
 }
 
 #[test]

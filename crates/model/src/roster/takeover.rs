@@ -51,7 +51,8 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
 fn latest_request<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<(&'a str, &'a Takeover)> {
     let requests = seen.reports.iter().filter_map(|(node, report)| Some((node.as_str(), report.takeover.as_ref()?)));
     let is_current = |request: &Takeover| request.instance_id == roster.instance_id && request.epoch == roster.epoch;
-    let current = requests.filter(|(_, request)| is_current(request) && seen.now - request.at < REQUEST_SECS);
+    let current =
+        requests.filter(|(_, request)| is_current(request) && seen.now.saturating_sub(request.at) < REQUEST_SECS);
     current.max_by_key(|(node, request)| (request.at, *node))
 }
 
