@@ -143,9 +143,9 @@ async fn start_real(layout: &Layout, cluster: &Cluster, assets: &Path) -> Result
     write_private(&files("service-accounts.key"), private.as_bytes(), true).context(failed)?;
     write_private(&files("service-accounts.pub"), public.as_bytes(), true).context(failed)?;
 
-    let (client_port, peer_port) = (free_port().await?, free_port().await?);
-    let storage = format!("http://127.0.0.1:{client_port}");
-    let peers = format!("http://127.0.0.1:{peer_port}");
+    let loopback = own_loopback(cluster.gateway());
+    let storage = format!("http://{loopback}:2379");
+    let peers = format!("http://{loopback}:2380");
     let etcd = start(
         &assets.join("etcd"),
         &directory,
@@ -214,9 +214,11 @@ fn signing_key() -> Result<(String, String), LocalError> {
     Ok((pair.serialize_pem(), pair.public_key_pem()))
 }
 
-async fn free_port() -> Result<u16, LocalError> {
-    let listener = bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).await?;
-    Ok(listener.local_addr().context(|| "can't find a free port".to_owned())?.port())
+/// A loopback address that no other cluster uses, because each has a network of its own: two clusters that start at once can't take
+/// each other's ports. `gateway`: that of the cluster's network.
+fn own_loopback(gateway: Ipv4Addr) -> Ipv4Addr {
+    let [_, network, subnet, host] = gateway.octets();
+    Ipv4Addr::new(127, network, subnet, host)
 }
 
 /// The last line of a log, for an error message.

@@ -115,7 +115,12 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
             let job = format!("{program} local exec node1 -- flux run -N{} hostname", up.nodes);
             print_line(&format!("{when}run a job:    {job}"))?;
         }
-        Some(stand_in) => print_line(&format!("{STAND_IN}: the nodes run no jobs ({})", stand_in.why))?,
+        Some(stand_in) => {
+            let why = stand_in.why;
+            print_line(&format!(
+                "{STAND_IN}: the nodes run no jobs ({why}), and pods with schedulerName: flux stay Pending"
+            ))?;
+        }
     }
     print_line(&format!("look at it:   {program} local status"))?;
     print_line(&format!("               {SPARES_EXPLAINED}"))?;
