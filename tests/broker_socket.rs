@@ -9,7 +9,7 @@ mod support;
 use broker::{
     message::{ANY, LEAD},
     rfc3::{Client, RpcError},
-    status::{Change, status, watch},
+    status::{Change, DrainMode, drain, instance, status, watch},
 };
 use futures::{Stream, StreamExt};
 use serde_json::{Value, json};
@@ -184,4 +184,35 @@ async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
     soon(at_follower.closed()).await;
     drop(lead);
     while next(&mut changes).await.is_some() {}
+}
+
+/// Between a look at the drained ranks and a drain of ours, people may have drained a rank.
+#[tokio::test]
+async fn a_drain_takes_a_reason_away_only_if_it_is_meant_to() {
+    let Some(flux) = flux() else { return };
+    let base = tempfile::tempdir().unwrap();
+    configure(&flux, base.path(), 4, "0-1");
+    let lead = start(&flux, base.path(), 0);
+    let client = connect(&lead).await;
+    until_it_runs(&mut watch(&client).unwrap()).await;
+    let one = "1".parse().unwrap();
+    let drained = async || {
+        let drained = instance(&client).await.unwrap().drained.remove(0);
+        (drained.ranks.to_string(), drained.reason, drained.since)
+    };
+    drain(&client, &one, "bad disk", DrainMode::Keep).await.unwrap();
+    let theirs = drained().await;
+    assert_eq!((theirs.0.as_str(), theirs.1.as_str()), ("1", "bad disk"));
+    drain(&client, &one, "cordoned", DrainMode::Keep).await.unwrap();
+    assert_eq!(drained().await, theirs);
+    drain(&client, &one, "cordoned", DrainMode::Replace).await.unwrap();
+    let ours = drained().await;
+    assert_eq!((ours.1.as_str(), ours.2), ("cordoned", theirs.2));
+    // Flux tells the time in whole seconds.
+    soon(async {
+        while drained().await.2 <= theirs.2 {
+            drain(&client, &one, "cordoned", DrainMode::Renew).await.unwrap();
+        }
+    })
+    .await;
 }

@@ -1,12 +1,12 @@
 //! Which ranks the lead's broker must drain or undrain: the difference between what the planner wants and what the broker reports.
 //! Ranks that people have drained stay as they are.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use api::IdSet;
 use broker::{
     rfc3::{Client, RpcError},
-    status::{self, Drained, InstanceStatus},
+    status::{self, DrainMode, Drained, InstanceStatus},
 };
 
 /// Prefix of our drain reasons; reasons of administrators have another one.
@@ -25,6 +25,8 @@ const LONGEST_BY_HAND: f64 = 300.0;
 pub struct DrainChange {
     /// Ranks to drain, by reason.
     pub drain: BTreeMap<String, IdSet>,
+    /// Ranks that we, or a broker itself, have drained for another reason, by the new one.
+    pub rename: BTreeMap<String, IdSet>,
     /// Ranks to undrain.
     pub undrain: IdSet,
 }
@@ -32,7 +34,7 @@ pub struct DrainChange {
 impl DrainChange {
     /// The part that takes ranks away from the scheduler, if there is one.
     pub fn only_drains(&self) -> Option<Self> {
-        (!self.drain.is_empty()).then(|| Self { drain: self.drain.clone(), undrain: IdSet::default() })
+        (!self.drain.is_empty()).then(|| Self { drain: self.drain.clone(), ..Self::default() })
     }
 }
 
@@ -78,13 +80,19 @@ pub fn change(wanted: &BTreeMap<String, IdSet>, instance: &InstanceStatus, now: 
     };
     let is_missing =
         |rank: &u32, reason: &str| !theirs.contains(*rank) && !instance.excluded.contains(*rank) && !has(rank, reason);
+    let is_drained = |rank: u32| drained.iter().any(|drained| drained.ranks.contains(rank));
     let mut change = DrainChange::default();
     for (reason, ranks) in wanted {
         let reason = format!("{PREFIX}{reason}");
-        let missing: IdSet = ranks.0.iter().copied().filter(|rank| is_missing(rank, &reason)).collect();
-        if !missing.is_empty() {
-            change.drain.insert(reason, missing);
-        }
+        let missing = ranks.0.iter().copied().filter(|rank| is_missing(rank, &reason));
+        let (rename, drain): (BTreeSet<_>, BTreeSet<_>) = missing.partition(|rank| is_drained(*rank));
+        let into = |changes: &mut BTreeMap<_, _>, ranks: BTreeSet<_>| {
+            if !ranks.is_empty() {
+                changes.insert(reason.clone(), IdSet(ranks));
+            }
+        };
+        into(&mut change.drain, drain);
+        into(&mut change.rename, rename);
     }
     let is_wanted = |rank: &u32| wanted.values().any(|ranks| ranks.contains(*rank));
     // A rank that is offline gets no jobs, and its next broker should get some.
@@ -114,7 +122,11 @@ pub async fn apply(client: &Client, change: &DrainChange) -> Result<(), RpcError
         status::undrain(client, &change.undrain).await?;
     }
     for (reason, ranks) in &change.drain {
-        status::drain(client, ranks, reason).await?;
+        // People may have drained them since the broker was asked: their reason stays, and so does their drain.
+        status::drain(client, ranks, reason, DrainMode::Keep).await?;
+    }
+    for (reason, ranks) in &change.rename {
+        status::drain(client, ranks, reason, DrainMode::Replace).await?;
     }
     Ok(())
 }
@@ -138,28 +150,30 @@ mod tests {
         };
         let told =
             |pairs: &[_]| InstanceStatus { drained: drained(pairs), excluded: set("9"), ..InstanceStatus::default() };
-        for (want, there, drain, undrain) in [
-            (&[][..], &[][..], &[][..], ""),
-            (&[("cordoned", "1-2")], &[], &[("flux-distribute: cordoned", "1-2")], ""),
-            (&[("cordoned", "1-2")], &[("1-2", "flux-distribute: cordoned")], &[], ""),
-            (&[], &[("1-2", "flux-distribute: cordoned"), ("3", "bad disk")], &[], "1-2"),
+        for (want, there, drain, rename, undrain) in [
+            (&[][..], &[][..], &[][..], &[][..], ""),
+            (&[("cordoned", "1-2")], &[], &[("flux-distribute: cordoned", "1-2")], &[], ""),
+            (&[("cordoned", "1-2")], &[("1-2", "flux-distribute: cordoned")], &[], &[], ""),
+            (&[], &[("1-2", "flux-distribute: cordoned"), ("3", "bad disk")], &[], &[], "1-2"),
             (
                 &[("cordoned", "1-3")],
                 &[("1", "flux-distribute: cordoned"), ("3", "bad disk")],
                 &[("flux-distribute: cordoned", "2")],
+                &[],
                 "",
             ),
-            (&[("cordoned", "1,9")], &[], &[("flux-distribute: cordoned", "1")], ""),
-            (&[], &[("1", VERIFIED)], &[], ""),
-            (&[("it has 1 cores", "1")], &[("1", VERIFIED)], &[("flux-distribute: it has 1 cores", "1")], ""),
+            (&[("cordoned", "1,9")], &[], &[("flux-distribute: cordoned", "1")], &[], ""),
+            (&[], &[("1", VERIFIED)], &[], &[], ""),
+            (&[("it has 1 cores", "1")], &[("1", VERIFIED)], &[], &[("flux-distribute: it has 1 cores", "1")], ""),
             (
                 &[("size is 1", "1")],
                 &[("1-2", "flux-distribute: cordoned")],
+                &[],
                 &[("flux-distribute: size is 1", "1")],
                 "2",
             ),
         ] {
-            let expected = DrainChange { drain: wanted(drain), undrain: set(undrain) };
+            let expected = DrainChange { drain: wanted(drain), rename: wanted(rename), undrain: set(undrain) };
             let expected = (expected != DrainChange::default()).then_some(expected);
             assert_eq!(change(&wanted(want), &told(there), 1000.0), expected, "{want:?} {there:?}");
         }

@@ -6,6 +6,7 @@ use futures::{Stream, StreamExt, future, stream};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 use tokio::time::sleep;
+use tracing::debug;
 
 use super::{
     message::{ANY, ENOSYS, LEAD},
@@ -26,7 +27,7 @@ const ASK_AGAIN: Duration = Duration::from_millis(200);
 pub struct BrokerStatus {
     /// Its rank.
     pub rank: u32,
-    /// Number of declared ranks.
+    /// Number of declared ranks, spares included: its attribute `size`.
     pub size: u32,
     /// Broker names by rank, in RFC 29's form.
     pub hostlist: String,
@@ -36,12 +37,12 @@ pub struct BrokerStatus {
     pub state: String,
     /// Seconds since it entered that state.
     pub state_secs: f64,
-    /// Process id of the socket's peer, from the kernel.
+    /// Process id of the socket's peer, from the kernel (SO_PEERCRED); None if the kernel does not tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,
     /// The tree below it.
     pub overlay: Overlay,
-    /// The lead's report; None if it did not answer.
+    /// The lead's report; None if the lead did not answer all of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<InstanceStatus>,
 }
@@ -91,7 +92,7 @@ pub struct InstanceStatus {
     pub torpid: IdSet,
     /// All schedulable resources.
     pub all: Amount,
-    /// Those of them on ranks that are down.
+    /// Those of them on ranks that get no jobs: offline, drained or torpid.
     pub down: Amount,
     /// Those of them that jobs use.
     pub allocated: Amount,
@@ -104,7 +105,7 @@ pub struct InstanceStatus {
     /// The names of all ranks, including excluded ones.
     #[serde(skip)]
     pub names: BTreeMap<u32, String>,
-    /// Number of cores that no job holds, for each rank that is up and may get jobs.
+    /// Number of cores that no job holds, for each rank that may get jobs and has such a core.
     #[serde(skip)]
     pub free: BTreeMap<u32, usize>,
 }
@@ -116,14 +117,15 @@ impl InstanceStatus {
     }
 }
 
-/// Ranks that were drained together.
+/// Ranks that were drained for one reason at one time.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub struct Drained {
     /// The drained ranks.
     pub ranks: IdSet,
-    /// The reason that was given.
+    /// Why; empty if nobody gave a reason.
     pub reason: String,
-    /// When they were drained, by the lead's clock, in seconds since 1970.
+    /// When they were drained first, by the lead's clock, in whole seconds since 1970. Only [`DrainMode::Renew`]
+    /// changes it.
     #[serde(skip)]
     pub since: f64,
 }
@@ -137,7 +139,7 @@ pub enum Change {
     Online(IdSet),
 }
 
-/// Queries the broker's status. Leaves out what the lead does not answer.
+/// Queries the broker's status. Leaves out the lead's report if any part of it is missing.
 ///
 /// # Errors
 /// If the broker itself does not answer.
@@ -148,8 +150,11 @@ pub async fn status(client: &Client) -> Result<BrokerStatus, RpcError> {
         attribute(client, "hostlist"),
         attribute(client, "hostname"),
     )?;
-    let (state, overlay, instance) =
-        futures::join!(state(client), overlay(client), async { instance(client).await.ok() });
+    let reported = async {
+        let instance = instance(client).await;
+        instance.inspect_err(|error| debug!(%error, "the lead did not report")).ok()
+    };
+    let (state, overlay, instance) = futures::join!(state(client), overlay(client), reported);
     let state = state?;
     let number = |text: &str| {
         serde_json::from_str(text).map_err(|source| RpcError::Payload { topic: "attr.get".to_owned(), source })
@@ -252,7 +257,7 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     }
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
     let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
-    // Jobs are queried after drained ranks, so that a job that starts in between is not missed.
+    // Allocations are queried after drained ranks, so that a job that starts in between is not missed.
     let scheduler = scheduled(client).await?;
     let resources: Resources = parse("resource.status", resources)?;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
@@ -275,23 +280,39 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     })
 }
 
-/// Drains `ranks`, so that they get no new jobs; running ones continue. A rank that is already drained gets the new
-/// reason.
+/// What a drain does to a rank that is drained already (flux-core, src/modules/resource/drain.c).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DrainMode {
+    /// It keeps its reason: somebody may have drained it since the last report.
+    Keep,
+    /// It gets the new reason, and keeps its time.
+    Replace,
+    /// It gets the new reason, and the present time.
+    Renew,
+}
+
+/// Drains `ranks`, so that they get no new jobs; running ones continue. Flux refuses an empty set.
 ///
 /// # Errors
 /// [`RpcError`]; a timeout if the lead is gone.
-pub async fn drain(client: &Client, ranks: &IdSet, reason: &str) -> Result<(), RpcError> {
-    let order = json!({ "targets": ranks.to_string(), "reason": reason, "mode": "overwrite" });
-    client.rpc_within(LEAD_TIMEOUT, "resource.drain", LEAD, order).await.map(drop)
+pub async fn drain(client: &Client, ranks: &IdSet, reason: &str, mode: DrainMode) -> Result<(), RpcError> {
+    let mode = match mode {
+        DrainMode::Keep => "update",
+        DrainMode::Replace => "overwrite",
+        DrainMode::Renew => "force-overwrite",
+    };
+    let request = json!({ "targets": ranks.to_string(), "reason": reason, "mode": mode });
+    client.rpc_within(LEAD_TIMEOUT, "resource.drain", LEAD, request).await.map(drop)
 }
 
-/// Undrains those of `ranks` that are drained. (Flux itself undrains ranks that it excludes.)
+/// Undrains those of `ranks` that are drained. (Flux itself undrains ranks that it excludes.) Flux refuses an empty set.
 ///
 /// # Errors
 /// [`RpcError`]; a timeout if the lead is gone.
 pub async fn undrain(client: &Client, ranks: &IdSet) -> Result<(), RpcError> {
-    let order = json!({ "targets": ranks.to_string(), "mode": "update" });
-    client.rpc_within(LEAD_TIMEOUT, "resource.undrain", LEAD, order).await.map(drop)
+    // Else Flux refuses the whole request if one rank is not drained.
+    let request = json!({ "targets": ranks.to_string(), "mode": "update" });
+    client.rpc_within(LEAD_TIMEOUT, "resource.undrain", LEAD, request).await.map(drop)
 }
 
 /// All changes of state and membership, beginning with the present values; ends with the broker. Leaves out the
@@ -314,7 +335,7 @@ pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpi
 }
 
 /// All answers to `topic` while the broker lives. Asks again if a request fails: a broker accepts connections before
-/// its services are up, and requests to a lead that is gone are not answered.
+/// its services are up.
 fn answers<'a>(
     client: &'a Client,
     topic: &'static str,

@@ -1,5 +1,5 @@
-//! Lock files that only root can open: whoever can open a file can lock it, even without the right to write. Every wait
-//! has a limit.
+//! File locks (flock(2)) on files that only we can open: whoever can open a file can lock it, even without the right to
+//! write. Every wait has a limit.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -22,10 +22,11 @@ use hostapi::{HostState, Refusal};
 /// Name of the lock below the prefix.
 pub const LOCK: &str = "lock";
 
-/// Name of the lock in a directory that all users may read.
+/// Name of the lock in a directory whose entries are listed: lists leave out names that begin with a dot.
 pub const HIDDEN: &str = ".lock";
 
-/// How long an order waits for another one: longer than a start takes, shorter than an agent's patience with a stage.
+/// How long an order waits for another one before it is refused as transient: less than the time after which an agent takes
+/// a host stage for stopped (60 s).
 pub const WAIT: Duration = Duration::from_secs(30);
 
 const POLL: Duration = Duration::from_millis(20);
@@ -39,12 +40,11 @@ const REPLACING: &str = ".replacing";
 /// Permission bits of group and others.
 const OTHERS: u32 = 0o077;
 
-/// A locked file. The lock is released on drop, even if a child process has inherited the file, and by the kernel if this
-/// process is killed.
+/// A locked file. Dropping it releases the lock, even if a child process has inherited the file. If this process is killed,
+/// the kernel releases the lock once no child process has the file open.
 pub type FileLock = Flock<File>;
 
-/// The right to write below the prefix, for one stage at a time. Released on drop, and by the kernel if the process is
-/// killed.
+/// The right to write below the prefix, for one host stage at a time until the holder removes the lock's file.
 #[derive(Debug)]
 pub struct HostLock {
     _file: FileLock,
@@ -109,7 +109,7 @@ fn replace(path: &Path, deadline: Instant) -> io::Result<()> {
     let mut replacing = path.as_os_str().to_owned();
     replacing.push(REPLACING);
     let replacing = Path::new(&replacing);
-    // No version has made this file readable for others.
+    // Only we make this file, closed to others. If others can open it, the file system does not keep modes.
     let Some(_lock) = take_if_ours_alone(replacing, deadline)? else {
         return Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
@@ -133,8 +133,7 @@ fn take_if_ours_alone(path: &Path, deadline: Instant) -> io::Result<Option<FileL
             return Ok(None);
         }
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            // A process removes the file while it holds the lock, so a lock that was waited for may be of a file that
-            // is gone.
+            // The holder of a lock may remove its file: then this lock is of a file that is gone.
             Ok(lock) if is_still_at(&lock, path) => return Ok(Some(lock)),
             Ok(_) => {}
             Err((_, Errno::EWOULDBLOCK)) if Instant::now() < deadline => std::thread::sleep(POLL),
@@ -143,7 +142,7 @@ fn take_if_ours_alone(path: &Path, deadline: Instant) -> io::Result<Option<FileL
     }
 }
 
-/// True if no other user can open the file, now or since it was made.
+/// True if no other user can open the file.
 fn is_ours_alone(found: &fs::Metadata) -> bool {
     found.is_file() && found.uid() == geteuid().as_raw() && found.mode() & OTHERS == 0
 }

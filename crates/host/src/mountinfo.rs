@@ -13,9 +13,9 @@ use std::{
 /// One line of mountinfo.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Number of the mount; unique while it exists, then reused.
+    /// The kernel's mount ID; unique while the mount exists, then reused.
     pub id: u64,
-    /// The directory of the file system that is mounted.
+    /// Which directory of the file system is mounted; `/` if all of it.
     pub root: PathBuf,
     /// Mount point.
     pub point: PathBuf,
@@ -40,7 +40,7 @@ impl Mount {
     }
 }
 
-/// The mounts that this thread sees, in mount order.
+/// The mounts that this thread sees: a thread may have a mount namespace of its own. A mount comes after the one that it is on.
 ///
 /// # Errors
 /// If /proc can't be read.
@@ -57,26 +57,26 @@ pub fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
 
-/// Number of the mount through which `file` was opened, from proc_pid_fdinfo(5). Does not query the file system, which
-/// may hang.
+/// Mount ID of the mount through which `file` was opened, from proc_pid_fdinfo(5). Does not query the file system, which
+/// may hang. Keep the file open while you use the ID.
 ///
 /// # Errors
 /// If /proc can't be read, or has no such number.
 pub fn id(file: impl AsFd) -> io::Result<u64> {
     let text = fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", file.as_fd().as_raw_fd()))?;
     let id = text.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok());
-    id.ok_or_else(|| io::Error::other("/proc shows no mount number for the file"))
+    id.ok_or_else(|| io::Error::other("/proc shows no mount ID for the file"))
 }
 
-/// uid of the user who mounted mount `id`, if it is a FUSE mount (`user_id` in mount.fuse3(8)).
+/// uid of the user who mounted the mount with this ID, if it is a FUSE mount (`user_id` in mount.fuse3(8)).
 ///
 /// # Errors
-/// If /proc can't be read, or lists no such mount: a user may have unmounted it meanwhile, and what was opened on it still
-/// answers as that user's program likes.
+/// If /proc can't be read, or lists no such mount: then a user has unmounted it since, and a file that was opened on it
+/// still gets its answers from that user's program.
 pub fn fuse_user(id: u64) -> io::Result<Option<u32>> {
     match own()?.iter().find(|mount| mount.id == id) {
         Some(mount) => Ok(mount.fuse_user()),
-        None => Err(io::Error::other("it was unmounted meanwhile")),
+        None => Err(io::Error::other("the mount was unmounted meanwhile")),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Identifies processes. A pid alone proves nothing: it is reused, and a zombie keeps it.
+//! Identifies processes, signals them and waits for their end. A pid alone proves nothing: it is reused, and a zombie keeps it.
 
 use std::{
     fs, io,
@@ -19,7 +19,7 @@ pub struct Identity {
     pub boot_id: String,
     /// Process id in the host's PID namespace.
     pub pid: i32,
-    /// Clock ticks from boot to its start: field 22 of `/proc/<pid>/stat`.
+    /// Clock ticks from boot to the start of the process: field 22 of `/proc/<pid>/stat`.
     pub start_time: u64,
 }
 
@@ -33,11 +33,12 @@ pub struct Stat {
 }
 
 impl Stat {
-    /// Parses `/proc/<pid>/stat`. The second field is free text in parentheses, so the fields are counted from the last
-    /// `)`.
-    pub fn parse(line: &str) -> Option<Self> {
-        let (_, rest) = line.rsplit_once(')')?;
-        let mut fields = rest.split_ascii_whitespace();
+    /// Parses `/proc/<pid>/stat`; None if it has another format. The second field is a name in parentheses that the process
+    /// itself may choose, UTF-8 or not, so the fields are counted from the last `)`.
+    pub fn parse(line: &[u8]) -> Option<Self> {
+        let end_of_name = line.iter().rposition(|byte| *byte == b')')?;
+        let mut fields = std::str::from_utf8(&line[end_of_name + 1..]).ok()?.split_ascii_whitespace();
+        // Field 3, and then field 22.
         let state = fields.next()?.chars().next()?;
         let start_time = fields.nth(18)?.parse().ok()?;
         Some(Self { state, start_time })
@@ -51,7 +52,7 @@ impl Stat {
 }
 
 impl Identity {
-    /// The process that has `pid` now; None if there is none, or it is a zombie.
+    /// The process that has `pid` now; None if there is none, if that is a zombie, or if /proc can't be read.
     pub fn of(pid: i32) -> Option<Self> {
         let stat = stat(pid).filter(|stat| !stat.is_dead())?;
         Some(Self { boot_id: facts::boot_id(&Root::host()), pid, start_time: stat.start_time })
@@ -76,7 +77,7 @@ impl Identity {
             && facts::boot_id(&Root::host()) == self.boot_id
     }
 
-    /// Sends `signal` if this process still lives. For a wrong process to get it, the pid would have to be freed and
+    /// Sends `signal` if exactly this process still lives. For a wrong process to get it, the pid would have to be freed and
     /// reused between check and signal, after a full cycle of `pid_max`; that window is microseconds.
     ///
     /// # Errors
@@ -91,8 +92,8 @@ impl Identity {
         }
     }
 
-    /// Waits for the end of the process; false if it still lives after `timeout`. It polls /proc, because the process
-    /// is not a child of this one.
+    /// Waits for the end of the process; false if the process still lives after `timeout`. Polls /proc, because the process
+    /// is not a child of the caller.
     pub fn wait_gone(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         while self.lives() {
@@ -106,7 +107,7 @@ impl Identity {
 }
 
 fn stat(pid: i32) -> Option<Stat> {
-    Stat::parse(&fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?)
+    Stat::parse(&fs::read(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?)
 }
 
 #[cfg(test)]
@@ -114,14 +115,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_with_parentheses_and_spaces_does_not_shift_the_fields() {
+    fn no_name_of_a_process_hides_its_state() {
         let tail = "S 1 2 3 0 -1 4194560 1 0 0 0 5 6 0 0 20 0 1 0 538384 1000 200";
-        for name in ["flux-broker-0", "a b", ") R 1 (", "((("] {
-            let stat = Stat::parse(&format!("590 ({name}) {tail}"));
-            assert_eq!(stat, Some(Stat { state: 'S', start_time: 538_384 }), "{name}");
+        for name in [&b"flux-broker-0"[..], b"a b", b") R 1 (", b"(((", b"cut at 15 byt\xc3"] {
+            let stat = Stat::parse(&[b"590 (", name, b") ", tail.as_bytes()].concat());
+            assert_eq!(stat, Some(Stat { state: 'S', start_time: 538_384 }), "{}", name.escape_ascii());
         }
         for cut in ["", "590", "590 (x", "590 (x) S 1 2", "590 (x) S 1 2 3 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 nonsense"] {
-            assert_eq!(Stat::parse(cut), None, "{cut}");
+            assert_eq!(Stat::parse(cut.as_bytes()), None, "{cut}");
         }
     }
 

@@ -33,8 +33,8 @@ pub trait Brokers {
     fn forget(&self) -> Result<(), Refusal>;
 }
 
-/// Undoes everything that we did to this host. `state.json` goes almost last, and after it only the pointer to the
-/// prefix, so that the next run resumes an interrupted removal.
+/// Undoes everything that we did to this host. `state.json` goes almost last, and after it only its lock and the pointer to
+/// the prefix, so that the next run resumes an interrupted removal.
 ///
 /// # Errors
 /// If an unknown broker runs, something is mounted inside our directories, or the prefix now is another directory than
@@ -141,6 +141,7 @@ fn remove_file(root: &Root, path: &Path) -> Result<(), Refusal> {
 
 fn remove_prefix(root: &Root, state: &HostState, keep_state: bool) -> Result<(), Refusal> {
     let prefix = root.path(&state.prefix);
+    // In this order: another stage takes a lock whose file is gone, and must find no claim then.
     let last = [prefix.join(STATE), prefix.join(LOCK)];
     let entries = match fs::read_dir(&prefix) {
         Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
@@ -152,7 +153,7 @@ fn remove_prefix(root: &Root, state: &HostState, keep_state: bool) -> Result<(),
             remove_all(&path)?;
         }
     }
-    for path in last.iter().rev() {
+    for path in &last {
         remove_all(path)?;
     }
     // Fails if kept statedirs are in the prefix; directories above it stay if they hold other users' files.

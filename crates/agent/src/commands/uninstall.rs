@@ -21,7 +21,7 @@ use api::{IdSet, Roster};
 use base::error_chain;
 use broker::{
     rfc3::RpcError,
-    status::{self, InstanceStatus},
+    status::{self, DrainMode, InstanceStatus},
 };
 use host::NsHost;
 use hostapi::{Host, HostError, HostView, Order, RemoveOrder, StopOrder, look};
@@ -164,7 +164,7 @@ fn measure(view: &HostView, instance: &InstanceStatus) -> Option<Measure> {
     if rank == 0 {
         return Some(Measure::StopQueues);
     }
-    // Ranks that an earlier run drained are drained again: the lead's agent undrains ranks whose drain is old.
+    // What an earlier run drained is drained again.
     let by_others = || instance.drained.iter().filter(|drained| drained.reason != drains::THIS_HOST_UNINSTALLED);
     let is_drained = |rank: u32| by_others().any(|drained| drained.ranks.contains(rank));
     let gets_jobs = |rank: &u32| ends_with(view, *rank) && !is_drained(*rank) && !instance.excluded.contains(*rank);
@@ -228,7 +228,14 @@ impl<'a> Barrier<'a> {
 }
 
 async fn drain_ranks(ranks: &IdSet) -> Result<(), RpcError> {
-    status::drain(&broker_state::connect().await?, ranks, drains::THIS_HOST_UNINSTALLED).await
+    let socket = broker_state::connect().await?;
+    let again = drained_for(drains::THIS_HOST_UNINSTALLED, ranks, &status::instance(&socket).await?);
+    status::drain(&socket, ranks, drains::THIS_HOST_UNINSTALLED, DrainMode::Keep).await?;
+    if again.is_empty() {
+        return Ok(());
+    }
+    // An earlier run drained these, and the lead's agent undrains ranks whose drain is old.
+    status::drain(&socket, &again, drains::THIS_HOST_UNINSTALLED, DrainMode::Renew).await
 }
 
 async fn undrain_ranks(ranks: &IdSet) -> Result<(), RpcError> {

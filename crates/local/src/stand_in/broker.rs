@@ -244,8 +244,11 @@ impl Broker {
         match topic {
             "resource.drain" => {
                 let reason = payload["reason"].as_str().unwrap_or_default();
-                let ranks = targets().unwrap_or_default();
-                self.drained.extend(ranks.0.into_iter().map(|rank| (rank, reason.to_owned())));
+                let is_kept = payload["mode"] == "update";
+                for rank in targets().unwrap_or_default().0 {
+                    let before = self.drained.remove(&rank).filter(|_| is_kept);
+                    self.drained.insert(rank, before.unwrap_or_else(|| reason.to_owned()));
+                }
             }
             "resource.undrain" => {
                 let ranks = targets().unwrap_or_default();

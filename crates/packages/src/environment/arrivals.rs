@@ -22,11 +22,11 @@ use std::{
 
 use host::changes::{Changes, wait_readable};
 
-/// Hands out the index of each archive, once.
+/// Hands out the index of each archive, to one thread at a time.
 pub(crate) struct Arrivals<'a> {
-    /// In the order of unpacking.
+    /// In the preferred order of unpacking.
     paths: Vec<PathBuf>,
-    /// The thread that waits holds this lock: the other threads have nothing to do meanwhile.
+    /// The thread that waits for an arrival holds this lock; one that gives an archive back waits for that arrival, too.
     left: Mutex<Pending<'a>>,
     stopped: AtomicBool,
     /// Readable after [`Self::stop`].
@@ -34,7 +34,7 @@ pub(crate) struct Arrivals<'a> {
 }
 
 struct Pending<'a> {
-    /// Indexes still pending. `Some(inode)` marks a file whose sha256 was wrong.
+    /// Indexes still pending. `Some(inode)`: the file with this inode has the wrong sha256. None: nothing wrong is known.
     numbers: BTreeMap<usize, Option<u64>>,
     /// `None` once no more archives can arrive.
     coming: Option<Incoming<'a>>,
@@ -72,7 +72,8 @@ impl<'a> Arrivals<'a> {
         })
     }
 
-    /// Waits for the next archive. `None` if none is left, or after [`Self::stop`].
+    /// Waits for the next archive. `None` if none is left for this thread, or after [`Self::stop`]; another thread may still
+    /// give one back. If no more can arrive, archives that are missing are handed out as well, for the caller to report.
     pub(crate) fn next(&self) -> Option<Next> {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let Pending { numbers, coming } = &mut *left;
@@ -80,9 +81,9 @@ impl<'a> Arrivals<'a> {
             if self.stopped.load(Ordering::Relaxed) {
                 return None;
             }
-            let is_there = |(number, damaged): (&usize, &Option<u64>)| {
+            let is_there = |(number, wrong): (&usize, &Option<u64>)| {
                 let found = inode(&self.paths[*number]);
-                (found.is_some() && found != *damaged).then_some(*number)
+                (found.is_some() && found != *wrong).then_some(*number)
             };
             let next = match coming {
                 None => numbers.keys().next().copied(),
@@ -111,7 +112,7 @@ impl<'a> Arrivals<'a> {
 
     /// Stops handing out archives and wakes all waiting threads.
     pub(crate) fn stop(&self) {
-        // Only once, because a full pipe would block. A pipe with both ends open takes one byte without an error.
+        // Written once, because a write into a full pipe blocks. One byte fits, and both ends are open.
         if !self.stopped.swap(true, Ordering::Relaxed) {
             let _ = (&self.wake.1).write(&[0]);
         }

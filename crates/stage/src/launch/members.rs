@@ -46,5 +46,5 @@ impl Places {
 fn is_job_shell(pid: i32) -> bool {
     let Ok(line) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     let name = line.split_once('(').and_then(|(_, rest)| Some(rest.rsplit_once(')')?.0));
-    name == Some(JOB_SHELL) && Stat::parse(&line).is_some_and(|stat| !stat.is_dead())
+    name == Some(JOB_SHELL) && Stat::parse(line.as_bytes()).is_some_and(|stat| !stat.is_dead())
 }
