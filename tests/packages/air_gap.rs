@@ -220,6 +220,33 @@ fn nothing_is_downloaded_to_a_directory_that_others_can_write_to() {
     desk.create(&["linux-64"]).unwrap();
 }
 
+/// In a directory without the sticky bit, another user can put a symlink in the place of the directory for downloads.
+#[test]
+fn no_download_follows_a_link_that_replaces_its_directory() {
+    let channel = channel_for_both();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let server = runtime.block_on(Server::start(channel.path()));
+    let desk = Desk::with(&lock(server.url(), &["linux-64"]));
+    let (downloads, victim) = (desk.at(".flux.tar.gz.download"), desk.at("victim"));
+    fs::create_dir_all(victim.join("pkgs")).unwrap();
+    fs::write(victim.join("pkgs/kept"), "kept").unwrap();
+    let (moved, to) = (desk.at("moved"), victim.clone());
+    server.hook(move |_| {
+        if !moved.exists() {
+            fs::rename(&downloads, &moved).unwrap();
+            std::os::unix::fs::symlink(&to, &downloads).unwrap();
+        }
+        None
+    });
+    let error = desk.create(&["linux-64"]).unwrap_err();
+    // All is done but the removal of what has that name now.
+    assert!(base::error_chain(&error).contains("can't remove"), "{error}");
+    assert!(inspect(&desk.out(), OutputFormat::Text).is_ok());
+    let names =
+        |directory: PathBuf| fs::read_dir(directory).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();
+    assert_eq!((names(victim.clone()), names(victim.join("pkgs"))), (vec!["pkgs".into()], vec!["kept".into()]));
+}
+
 #[test]
 fn input_that_can_not_become_a_bundle_fails_with_one_sentence() {
     let channel = Channel::with_flux();

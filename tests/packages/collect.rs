@@ -220,8 +220,9 @@ async fn a_process_of_root_keeps_the_environment_that_it_runs_and_a_users_does_n
 async fn a_killed_collection_leaves_nothing_that_looks_ready_and_the_next_one_finishes_it() {
     let (host, sets) = host_with(2).await;
     let (envs, digest) = (host.prefix().join("envs"), sets[0].digest());
-    fs::rename(envs.join(&digest), envs.join(format!(".{digest}.old"))).unwrap();
-    fs::remove_dir_all(envs.join(format!(".{digest}.old/bin"))).unwrap();
+    let aside = envs.join(format!(".{digest}.discarded"));
+    fs::rename(envs.join(&digest), &aside).unwrap();
+    fs::remove_dir_all(aside.join("bin")).unwrap();
     assert_eq!(packages::ready(host.prefix()), [sets[1].digest()]);
     assert_eq!(collect(&host, 1, &[&sets[1]]).archives, 1);
     assert_eq!(host.envs(), [sets[1].digest()]);
@@ -232,7 +233,7 @@ async fn a_rebuilt_environment_can_be_removed_while_the_old_one_is_in_use() {
     let (host, sets) = host_with(2).await;
     let Some(broker) = Broker::of(&host, "again") else { return };
     let (old, digest) = (host.environment(&sets[0]), sets[0].digest());
-    let aside = host.prefix().join("envs").join(format!(".{digest}.old"));
+    let aside = host.prefix().join("envs").join(format!(".{digest}.discarded"));
     fs::copy("/bin/sleep", old.join("bin/sleep-of-its-own")).unwrap();
     fs::rename(&old, &aside).unwrap();
     let mut process = Command::new(aside.join("bin/sleep-of-its-own")).arg("1000").spawn().unwrap();
@@ -247,6 +248,29 @@ async fn a_rebuilt_environment_can_be_removed_while_the_old_one_is_in_use() {
     process.wait().unwrap();
     collect(&host, 1, &[&sets[1]]);
     assert_eq!(host.envs(), [sets[1].digest()]);
+}
+
+/// Older versions gave one name to what they removed and to what they replaced because other users could write to it.
+#[tokio::test]
+async fn what_an_older_version_set_aside_is_never_believed_again() {
+    let (host, sets) = host_with(1).await;
+    let Some(broker) = Broker::of(&host, "older") else { return };
+    let (place, digest) = (host.environment(&sets[0]), sets[0].digest());
+    let aside = host.prefix().join("envs").join(format!(".{digest}.old"));
+    fs::copy("/bin/sleep", place.join("bin/planted")).unwrap();
+    // It was killed before the new environment had the name.
+    fs::rename(&place, &aside).unwrap();
+    let mut process = Command::new(aside.join("bin/planted")).arg("1000").spawn().unwrap();
+    broker.adopt(&process);
+    collect_beside(&broker.places, &host, 1, &[&sets[0]]);
+    assert_eq!((packages::ready(host.prefix()), host.envs()), (vec![], vec![format!(".{digest}.old")]));
+    host.link(&sets[0]).await.unwrap();
+    assert!(!place.join("bin/planted").exists(), "it was not installed again");
+    assert!(aside.exists() && process.try_wait().unwrap().is_none());
+    process.kill().unwrap();
+    process.wait().unwrap();
+    collect(&host, 1, &[&sets[0]]);
+    assert_eq!(host.envs(), [digest]);
 }
 
 #[tokio::test]

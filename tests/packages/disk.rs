@@ -3,11 +3,15 @@
 use std::{
     io::Write,
     process::Command,
+    sync::{Arc, atomic::AtomicU64},
     time::{Duration, Instant},
 };
 
+use axum::body::Bytes;
+
 use super::{
     crash::{answer, any_moment, assert_same, kill_after, kills, link_order, names, sorted, stage, tree, two_sets},
+    peers::{Log, from, peer, small_bundle},
     verify::verify,
     *,
 };
@@ -15,6 +19,11 @@ use super::{
 /// Runs the named test once more, as a process whose mounts are its own and end with it. False in the process that has only
 /// started that one.
 fn with_own_mounts(test: &str) -> bool {
+    with_own_mounts_after("", test)
+}
+
+/// As [`with_own_mounts`], after this command of a shell.
+fn with_own_mounts_after(command: &str, test: &str) -> bool {
     const OWN: &str = "FLUX_DISTRIBUTE_TEST_OWN_MOUNTS";
     if std::env::var_os(OWN).is_some() {
         // What is mounted in a temporary directory keeps it from being removed; this one ends with the process.
@@ -25,7 +34,7 @@ fn with_own_mounts(test: &str) -> bool {
         return false;
     }
     let status = Command::new("unshare")
-        .args(["--mount", "--kill-child", "--fork"])
+        .args(["--mount", "--kill-child", "--fork", "sh", "-c", &format!("{command}\nexec \"$0\" \"$@\"")])
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", &format!("disk::{test}"), "--nocapture"])
         .env(OWN, "1")
@@ -247,6 +256,63 @@ async fn remains_that_can_not_be_removed_are_reported_and_block_nothing() {
     assert!(refusal.message.contains(&in_the_way) && refusal.transient, "{refusal}");
     nix::mount::umount2(Path::new(&in_the_way).join("mounted").as_path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
     host.link(&second).await.unwrap();
+}
+
+fn free(directory: &Path) -> u64 {
+    let found = nix::sys::statvfs::statvfs(directory).unwrap();
+    found.blocks_available() * found.fragment_size()
+}
+
+/// The response of a peer that sends without end, and looks how much room that leaves.
+fn endless(prefix: &Path, least: &Arc<AtomicU64>) -> Response {
+    let (prefix, least) = (prefix.to_owned(), least.clone());
+    let pieces = futures::stream::repeat_with(move || {
+        least.fetch_min(free(&prefix), Ordering::SeqCst);
+        Ok::<_, io::Error>(Bytes::from(vec![0; 1 << 16]))
+    });
+    Response::new(Body::from_stream(pieces))
+}
+
+/// The limit for a bundle is far above what the disk has.
+#[tokio::test]
+async fn a_peer_that_lies_leaves_the_room_that_kubelet_keeps() {
+    if !with_own_mounts("a_peer_that_lies_leaves_the_room_that_kubelet_keeps") {
+        return;
+    }
+    let (_directory, _server, set) = small_bundle().await;
+    let (host, least, log) = (Host::new(), Arc::new(AtomicU64::new(u64::MAX)), Log::default());
+    mount_tmpfs(host.prefix(), "size=64m");
+    fs::create_dir(host.pkgs()).unwrap();
+    let (prefix, seen) = (host.prefix().to_owned(), least.clone());
+    let liar = peer(move |_| endless(&prefix, &seen)).await;
+    let _guard = log.listen();
+    let fetched = host.fetch_from(&set, &http(), &from(&[&liar])).await.unwrap();
+    assert_eq!((fetched.bytes, fetched.from_peers), (8, 0));
+    let (least, all) = (least.load(Ordering::SeqCst), 64 << 20);
+    assert!((all / 10..all / 2).contains(&least), "it left {least} bytes");
+    assert!(free(host.prefix()) > all / 10 * 9, "what it sent is still there");
+    let warnings = log.warnings();
+    assert!(warnings.len() == 1 && warnings[0].contains("more than there is room for"), "{warnings:?}");
+}
+
+/// A limit that the file system's figures don't show, such as a quota.
+#[tokio::test]
+async fn a_peer_whose_bytes_can_not_be_written_is_given_up_and_the_source_is_asked() {
+    let name = "a_peer_whose_bytes_can_not_be_written_is_given_up_and_the_source_is_asked";
+    if !with_own_mounts_after("trap '' XFSZ; ulimit -f 8192", name) {
+        return;
+    }
+    let (_directory, _server, set) = small_bundle().await;
+    let (host, least, log) = (Host::new(), Arc::new(AtomicU64::new(u64::MAX)), Log::default());
+    let prefix = host.prefix().to_owned();
+    let liar = peer(move |_| endless(&prefix, &least)).await;
+    let _guard = log.listen();
+    let fetched = host.fetch_from(&set, &http(), &from(&[&liar])).await.unwrap();
+    assert_eq!((fetched.bytes, fetched.from_peers), (8, 0));
+    assert_eq!(host.archives().len(), 1);
+    let warnings = log.warnings();
+    let words = ["can't write what it sends", "File too large"];
+    assert!(warnings.len() == 1 && words.iter().all(|word| warnings[0].contains(word)), "{warnings:?}");
 }
 
 #[tokio::test]

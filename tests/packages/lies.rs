@@ -260,6 +260,40 @@ async fn no_package_writes_through_a_symlink_of_its_own_that_is_moved() {
     assert!(refusal.message.contains("can't use package evil-1.0-0") && !refusal.transient, "{refusal}");
 }
 
+/// A lock says where Python's packages have their modules, so a symlink there may lead further up than it seems.
+#[tokio::test]
+async fn no_symlink_leaves_the_environment_when_it_is_moved() {
+    let python = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::file("bin/python1.0", &noise(10_000))];
+    for (modules, target, leads_out) in
+        [("modules", "../../victim", true), ("modules", "../bin/flux", false), ("lib/modules", "../../bin/flux", false)]
+    {
+        let evil = [Entry::symlink("site-packages/evil", target)];
+        let packages = [
+            Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
+            Lie::new("evil-1.0-0.conda", conda(&with_entry_points("evil", &[], &honest(&evil)), &evil)),
+        ];
+        let PackageSet::Lock { lock, question } = lock(&packages) else { panic!("not a lock") };
+        let size = format!("  size: {}\n", packages[0].archive.len());
+        let lock = lock.replace(&size, &format!("{size}  python_site_packages_path: {modules}\n"));
+        let (host, set) = (Host::new(), PackageSet::Lock { lock, question });
+        for lie in &packages {
+            fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
+        }
+        match host.link(&set).await {
+            Ok(_) => {
+                assert!(!leads_out, "{modules}: a symlink to {target} was linked");
+                let link = host.environment(&set).join(modules).join("evil");
+                assert_eq!(fs::read_link(link).unwrap(), Path::new(target));
+            }
+            Err(refusal) => {
+                assert!(leads_out && !refusal.transient, "{modules}, {target}: {refusal}");
+                let words = "its entry site-packages/evil is a symlink out of the environment, to ../../victim";
+                assert!(refusal.message.contains(words), "{refusal}");
+            }
+        }
+    }
+}
+
 /// rattler puts all but one of the files with the same path aside, below a directory of its own.
 #[tokio::test]
 async fn no_package_says_where_the_files_of_other_packages_are_put_aside() {

@@ -19,7 +19,7 @@ use packages::{Access, Shelf, Token, serve_peers_on};
 use super::*;
 
 /// A server at an address of its own.
-async fn peer(answer: impl Fn(Request) -> Response + Clone + Send + Sync + 'static) -> String {
+pub(super) async fn peer(answer: impl Fn(Request) -> Response + Clone + Send + Sync + 'static) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let router = axum::Router::new().fallback(move |request: Request| std::future::ready(answer(request)));
@@ -37,7 +37,7 @@ async fn agent(host: &Host, set: &PackageSet) -> String {
     address
 }
 
-fn from(peers: &[&str]) -> Sources {
+pub(super) fn from(peers: &[&str]) -> Sources {
     Sources { peers: peers.iter().map(|p| (*p).to_owned()).collect(), ..Sources::default() }
 }
 
@@ -67,14 +67,14 @@ fn and_then(bytes: Vec<u8>, length: usize, silence: bool) -> Response {
 
 /// What is logged on this thread while it lives.
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
+pub(super) struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
-    fn warnings(&self) -> Vec<String> {
+    pub(super) fn warnings(&self) -> Vec<String> {
         String::from_utf8(self.0.lock().unwrap().clone()).unwrap().lines().map(str::to_owned).collect()
     }
 
-    fn listen(&self) -> tracing::subscriber::DefaultGuard {
+    pub(super) fn listen(&self) -> tracing::subscriber::DefaultGuard {
         let log = self.clone();
         let subscriber = tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::WARN);
         tracing::subscriber::set_default(subscriber.with_writer(move || log.clone()).finish())
@@ -332,14 +332,20 @@ async fn an_archive_that_a_peer_does_not_send_gives_it_no_time() {
     assert!(warnings.len() == 1 && warnings[0].contains("has waited for it"), "{warnings:?}");
 }
 
-/// A bundle has no published size, so a peer that lies could send without end.
-#[tokio::test]
-async fn a_peer_that_sends_a_bundle_without_end_is_given_up() {
+/// A server with a bundle of 8 bytes.
+pub(super) async fn small_bundle() -> (tempfile::TempDir, Server, PackageSet) {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("flux.tar.gz"), "a bundle").unwrap();
     let server = Server::start(directory.path()).await;
     let sha256 = hex::encode(<sha2::Sha256 as sha2::Digest>::digest("a bundle"));
-    let set = PackageSet::Bundle(api::BundleSource { url: format!("{}flux.tar.gz", server.url()), sha256 });
+    let url = format!("{}flux.tar.gz", server.url());
+    (directory, server, PackageSet::Bundle(api::BundleSource { url, sha256 }))
+}
+
+/// A bundle has no published size, so a peer that lies could send without end.
+#[tokio::test]
+async fn a_peer_that_sends_a_bundle_without_end_is_given_up() {
+    let (_directory, _server, set) = small_bundle().await;
     let endless = || {
         futures::stream::repeat(vec![0; 1 << 14]).then(async |bytes| {
             tokio::time::sleep(Duration::from_millis(10)).await;

@@ -73,6 +73,17 @@ pub fn is_secret_query(query: &str) -> bool {
     })
 }
 
+/// `text` without percent-encoding, also where that was encoded once more.
+pub fn decoded(text: &str) -> String {
+    let mut text = text.to_owned();
+    loop {
+        match percent_encoding::percent_decode_str(&text).decode_utf8_lossy() {
+            once if once.len() < text.len() => text = once.into_owned(),
+            _ => return text,
+        }
+    }
+}
+
 /// `text` with user and password, conda token and query of each URL in it masked.
 pub fn redacted(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());

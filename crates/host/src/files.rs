@@ -3,11 +3,11 @@
 
 use std::{
     ffi::OsStr,
-    fs::{self, DirBuilder, File, OpenOptions, Permissions},
+    fs::{self, File, OpenOptions, Permissions},
     io::{self, Read, Write},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
-        unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     },
     path::{Component, Path, PathBuf},
 };
@@ -19,14 +19,18 @@ use nix::{
         stat::{Mode, UtimensatFlags, mkdirat, utimensat},
         time::TimeSpec,
     },
-    unistd::{geteuid, syncfs},
+    unistd::syncfs,
 };
 
 pub use super::{
+    own_directory::own_directory,
     removal::{mounts_in, open_in, refuse_mounts, remove_all_if_there},
     underneath::{exchange_in, rename_in},
 };
 use hostapi::Refusal;
+
+/// For `custom_flags` of [`OpenOptions`]: the last part of the path must not be a symlink.
+pub const NO_SYMLINK: i32 = OFlag::O_NOFOLLOW.bits();
 
 /// Most tries to open a file while the kernel answers EAGAIN.
 const MOST_TRIES: usize = 1000;
@@ -253,26 +257,6 @@ pub fn beginning_of(file: &Path, longest: u64) -> io::Result<Vec<u8>> {
 /// If it can't be opened; `NotADirectory` for anything else, a symlink too.
 pub fn open_directory(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags((OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits()).open(path)
-}
-
-/// Makes a directory that only this user can use, or opens and closes to others one that nobody else could write to. Beside
-/// it, in a directory that users share, another one may have made it first, with links in it.
-///
-/// # Errors
-/// If it can't be made or opened; `PermissionDenied` if another user owns it or may write to it.
-pub fn own_directory(path: &Path) -> io::Result<File> {
-    if let Err(error) = DirBuilder::new().mode(0o700).create(path)
-        && error.kind() != io::ErrorKind::AlreadyExists
-    {
-        return Err(error);
-    }
-    let directory = open_directory(path)?;
-    let found = directory.metadata()?;
-    if found.uid() != geteuid().as_raw() || found.mode() & 0o022 != 0 {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "another user owns it or can write to it"));
-    }
-    directory.set_permissions(Permissions::from_mode(0o700))?;
-    Ok(directory)
 }
 
 /// Opens a directory, unless something is mounted on it: what a user has mounted may never answer.

@@ -21,6 +21,7 @@ pub mod log;
 pub mod machine;
 pub mod mountinfo;
 mod occupants;
+mod own_directory;
 pub mod port;
 pub mod process;
 pub mod processes;

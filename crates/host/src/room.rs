@@ -31,6 +31,18 @@ impl Room {
     pub fn of(path: &Path) -> io::Result<Self> {
         FileSystem::of(path).map(|found| found.room)
     }
+
+    /// Bytes that may be added to a file of `bytes` whose final size is unknown: up to what the kubelet keeps free, or, if
+    /// there was less without this file, to half of what there was.
+    pub fn spare_beside(self, bytes: u64) -> u64 {
+        let before = self.available.saturating_add(bytes);
+        let left = if before > self.kept_free() { self.kept_free() } else { before / 2 };
+        self.available.saturating_sub(left)
+    }
+
+    fn kept_free(self) -> u64 {
+        self.total / 100 * KEPT_FREE_PERCENT
+    }
 }
 
 /// The file system of a path, as it is mounted there.
@@ -73,7 +85,7 @@ pub fn says_full(message: &str) -> bool {
 /// # Errors
 /// A transient refusal with both figures and a remedy.
 pub fn room(place: &Path, room: Room, need: u64) -> Result<(), Refusal> {
-    let wanted = (room.total / 100 * KEPT_FREE_PERCENT).saturating_add(need);
+    let wanted = room.kept_free().saturating_add(need);
     if room.available >= wanted {
         return Ok(());
     }
@@ -85,4 +97,19 @@ pub fn room(place: &Path, room: Room, need: u64) -> Result<(), Refusal> {
         wanted.div_ceil(1 << 20),
         need.div_ceil(1 << 20),
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_of_unknown_size_leaves_what_kubelet_keeps_or_half_of_what_there_is() {
+        for (available, bytes, spare) in
+            [(500, 0, 400), (300, 200, 200), (100, 400, 0), (80, 0, 40), (60, 20, 20), (40, 40, 0)]
+        {
+            let room = Room { available, total: 1000, files: None };
+            assert_eq!(room.spare_beside(bytes), spare, "{available} and {bytes}");
+        }
+    }
 }

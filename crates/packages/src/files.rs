@@ -28,8 +28,8 @@ pub(crate) fn print(text: &str) -> Result<(), FileError> {
 /// so that the link survives. Fails if anything but a regular file is there, so that a device is never replaced.
 ///
 /// # Errors
-/// Also if another user made the symlink in a directory that users share, such as /tmp: a write through it would be refused
-/// by the kernel (`fs.protected_symlinks` in proc_sys_fs(5)), but a rename would replace what it points to.
+/// Also if another user made the symlink in a directory that users share: it would choose which file is replaced. The kernel
+/// refuses a write through it in directories such as /tmp (`fs.protected_symlinks` in proc_sys_fs(5)), but no rename.
 pub(crate) fn rename_target(path: &Path) -> io::Result<PathBuf> {
     if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
         return Ok(path.to_owned());
@@ -59,7 +59,7 @@ fn pointed_to(path: &Path) -> io::Result<Option<PathBuf>> {
         return Ok(None);
     }
     let directory = fs::metadata(directory_of(path))?;
-    let is_shared = directory.mode() & 0o1002 == 0o1002;
+    let is_shared = directory.mode() & 0o022 != 0;
     if is_shared && !is_trusted(link.uid()) && link.uid() != directory.uid() {
         let words = format!("it is a symlink that the user with uid {} has made; name another file", link.uid());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, words));
@@ -162,7 +162,7 @@ mod tests {
         if std::os::unix::fs::lchown(&link, Some(65534), None).is_err() {
             return; // Only root can give it to another user.
         }
-        for (mode, is_followed) in [(0o1777, false), (0o777, true), (0o1755, true)] {
+        for (mode, is_followed) in [(0o1777, false), (0o777, false), (0o775, false), (0o1755, true)] {
             fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
             let target = rename_target(&link);
             assert_eq!(target.is_ok(), is_followed, "{mode:o}: {target:?}");

@@ -458,3 +458,15 @@ fn nodes_that_fail_leave_or_come_back_get_the_packages_in_the_end() {
         assert!(askers < 60, "{askers} nodes asked the source, of 100 nodes that fail again and again");
     }
 }
+
+/// Whoever has an agent's token may write any time into an assignment.
+#[test]
+fn no_forged_time_of_an_assignment_stops_the_planner() {
+    use NodePhase::{Failed, Installing};
+    for since in [i64::MIN, i64::MAX] {
+        for phase in [Failed, Installing] {
+            let forged = Node::new(1).phase(phase).assigned(&[], since);
+            assert_eq!(assign(&[forged, Node::new(2)], 1).len(), 2);
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! `flux-distribute bundle create`: makes a bundle from an installed Flux or from a lock.
 
 use std::{
-    fs::{self, File, TryLockError},
+    fs::{self, File},
     io::{self, BufWriter, Write},
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
@@ -17,6 +17,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use crate::{
     Access, BundleError, BundleManifest, HttpClient, OutputFormat, Sources, Style,
     bundle::{
+        downloads::Downloads,
         file_url, in_instance,
         manifest::check_prefix,
         pack::{self, PackError},
@@ -32,7 +33,7 @@ use api::PackageSet;
 use base::error_chain;
 use host::{
     child::{Kept, wait_until},
-    files::{FileError, open_plain, own_directory, remove_if_there},
+    files::{FileError, open_plain, remove_if_there},
     room::Room,
 };
 use hostapi::Progress;
@@ -136,7 +137,7 @@ impl CreateBundle {
         let target = self.target()?;
         let aside = Aside::in_directory(directory_of(&target)).map_err(write())?;
         let out = Hashing::new(BufWriter::with_capacity(BUFFER, aside.file().map_err(write())?));
-        let packed = pack::pack(&from, &manifest, out).map_err(|e| not_packed(e, &self.out))?;
+        let packed = pack::pack(&from, &manifest, out).map_err(|e| not_packed(e, &self.out, Path::to_owned))?;
         let (sha256, bytes) = finish(packed).map_err(write())?;
         aside.keep(&target).map_err(write())?;
         let warning = warning_of_configuration(&from, given, &manifest.prefix);
@@ -168,23 +169,22 @@ impl CreateBundle {
 
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         let runtime = runtime.map_err(FileError::on("start threads for", &self.out))?;
-        let packed = downloads.path.join("bundle");
+        let packed = downloads.bundle();
         let (sender, events) = unbounded_channel();
         let work = async {
             download(&lock, &packages, &downloads, &sender).await?;
             let (lock, packages, pkgs) = (lock.to_string(), Arc::clone(&packages), downloads.pkgs());
-            let (out, packed) = (self.out.clone(), packed.clone());
+            let (out, packed, name_of) = (self.out.clone(), packed.clone(), downloads.name_of());
             let packing = tokio::task::spawn_blocking(move || {
-                let write = || FileError::on("write", &packed);
+                let write = || FileError::on("write", &out);
                 remove_if_there(&packed).map_err(write())?;
                 let file = File::create_new(&packed).map_err(write())?;
                 let hashing = Hashing::new(BufWriter::with_capacity(BUFFER, file));
                 let mut progress = |now| drop(sender.send(now));
-                let hashed =
-                    packages::pack(&lock, &packages, &pkgs, hashing, &mut progress).map_err(|e| not_packed(e, &out))?;
+                let hashed = packages::pack(&lock, &packages, &pkgs, hashing, &mut progress)
+                    .map_err(|e| not_packed(e, &out, name_of))?;
                 progress(Progress::begun("syncing"));
-                let finished = finish(hashed).map_err(FileError::on("write", &packed))?;
-                Ok::<_, BundleError>(finished)
+                Ok::<_, BundleError>(finish(hashed).map_err(write())?)
             });
             packing.await.map_err(|e| FileError::on("write", &self.out)(io::Error::other(e)))?
         };
@@ -204,7 +204,7 @@ impl CreateBundle {
         let there = archives.keys().filter_map(|name| fs::metadata(downloads.pkgs().join(name)).ok());
         let there = there.map(|there| there.len()).fold(0, u64::saturating_add);
         let needed = bytes.saturating_mul(2).saturating_sub(there);
-        let free = Room::of(&downloads.path).map_err(FileError::on("look at", &downloads.path))?.available;
+        let free = Room::of(&downloads.pkgs()).map_err(FileError::on("look at", downloads.path()))?.available;
         if needed <= free {
             return Ok(());
         }
@@ -238,10 +238,10 @@ fn answer(program: &Path, args: &[&str]) -> Option<String> {
     status.success().then(|| printed.text())
 }
 
-fn not_packed(error: PackError, out: &Path) -> BundleError {
+fn not_packed(error: PackError, out: &Path, name_of: impl Fn(&Path) -> PathBuf) -> BundleError {
     match error {
-        PackError::Entry { path, reason } => BundleError::input(&path, reason),
-        PackError::Read { path, source } => FileError::on("read", &path)(source).into(),
+        PackError::Entry { path, reason } => BundleError::input(&name_of(&path), reason),
+        PackError::Read { path, source } => FileError::on("read", &name_of(&path))(source).into(),
         PackError::Write(source) => FileError::on("write", out)(source).into(),
     }
 }
@@ -269,49 +269,9 @@ async fn download(
         let open = |path: &str| File::open(path);
         fetch(&set, &digest, platform, &pkgs, open, &http, &Sources::default(), tell)
             .await
-            .map_err(|source| BundleError::Fetch { kept: downloads.path.display().to_string(), source })?;
+            .map_err(|source| BundleError::Fetch { kept: downloads.path().display().to_string(), source })?;
     }
     Ok(())
-}
-
-/// The directory that holds the archives until they are packed: beside the bundle, so that a rename finishes it, and
-/// under a fixed name, so that the next run finds it.
-struct Downloads {
-    path: PathBuf,
-    /// Locked until it is closed.
-    _lock: File,
-}
-
-impl Downloads {
-    fn beside(out: &Path, parent: &Path) -> Result<Self, BundleError> {
-        let Some(name) = out.file_name() else {
-            return Err(BundleError::input(out, "it is not a file name"));
-        };
-        let path = parent.join(format!(".{}.download", name.to_string_lossy()));
-        let write = || FileError::on("write to", &path);
-        let lock = own_directory(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
-            io::ErrorKind::PermissionDenied | io::ErrorKind::NotADirectory => BundleError::input(
-                &path,
-                format!("{error}: if it is there, remove it, or write the bundle to another directory"),
-            ),
-            _ => write()(error).into(),
-        })?;
-        lock.try_lock().map_err(|error| match error {
-            TryLockError::WouldBlock => BundleError::Busy { path: out.display().to_string() },
-            TryLockError::Error(error) => write()(error).into(),
-        })?;
-        fs::create_dir_all(path.join("pkgs")).map_err(write())?;
-        Ok(Self { path, _lock: lock })
-    }
-
-    fn pkgs(&self) -> PathBuf {
-        self.path.join("pkgs")
-    }
-
-    fn remove(self) -> Result<(), BundleError> {
-        Ok(fs::remove_dir_all(&self.path).map_err(FileError::on("remove", &self.path))?)
-    }
 }
 
 impl CreatedBundle {

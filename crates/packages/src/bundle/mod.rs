@@ -1,6 +1,7 @@
 //! `flux-distribute bundle`: makes and inspects bundles, for sites without internet or with their own build of Flux.
 
 pub(crate) mod create;
+mod downloads;
 pub(crate) mod install;
 pub(crate) mod manifest;
 pub(crate) mod pack;

@@ -29,7 +29,7 @@ use crate::{
         Build,
         arrivals::Arrivals,
         entry_points::Programs,
-        extract::{check_copies, check_metadata, check_paths, check_site_packages, extract},
+        extract::{check_copies, check_metadata, check_paths, check_site_packages, extract, leads_out},
         failed,
         limits::Memory,
         records::has_clobbers,
@@ -107,7 +107,7 @@ impl Build<'_> {
             if let Some(wrong) = programs.add(&name, &directory, &index, &paths, linker.python.as_ref()) {
                 return Err(refused(wrong));
             }
-            if let Err(error) = linker.check_places(&index, &paths) {
+            if let Err(error) = linker.check_places(&directory, &index, &paths) {
                 let url = shown(package.record.url.as_str());
                 return Err(refused(format!("can't use package {name} from {url}: {error}")));
             }
@@ -334,7 +334,7 @@ impl<'a> Linker<'a> {
 
     /// Checks where a package's entries would be, before rattler puts them there: it makes directories through symlinks of
     /// other packages, even for files that it then puts aside, and copies over what the same package has in one place.
-    fn check_places(&self, index: &IndexJson, paths: &PathsJson) -> Result<(), UnpackError> {
+    fn check_places(&self, unpacked: &Path, index: &IndexJson, paths: &PathsJson) -> Result<(), UnpackError> {
         let root = self.partial.path();
         let root = root.canonicalize().map_err(|source| UnpackError::write(root, source))?;
         let python = self.python.as_ref().filter(|_| index.noarch.is_python());
@@ -352,6 +352,14 @@ impl<'a> Linker<'a> {
                         "would be written through {directory}, another package's symlink to the host"
                     ));
                 }
+            }
+            // Only here is it known where a package for any Python has its modules, and how far up a symlink leads.
+            if python.is_some()
+                && let Ok(target) = fs::read_link(unpacked.join(path))
+                && target.is_relative()
+                && let Some(reason) = leads_out(&place, &target)
+            {
+                return refuse(reason);
             }
             // The same path twice is the same file, and harmless.
             if taken.insert(place, path).is_some_and(|other| other != path) {

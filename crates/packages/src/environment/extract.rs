@@ -161,13 +161,15 @@ fn symlink(path: &Path, target: &Path) -> Option<String> {
         return leads_to_users(target);
     }
     match path.strip_prefix(SITE_PACKAGES) {
-        // The directory that Python loads is lib/pythonX.Y/site-packages.
+        // The directory that Python loads is lib/pythonX.Y/site-packages, as a rule. Where it really is, is known when the
+        // package is linked, and looked at then.
         Ok(below) => leads_out(&Path::new("lib/python").join(SITE_PACKAGES).join(below), target),
         Err(_) => leads_out(path, target),
     }
 }
 
-fn leads_out(path: &Path, target: &Path) -> Option<String> {
+/// What is wrong with a symlink at `path` in the environment to the relative path `target`, if anything.
+pub(crate) fn leads_out(path: &Path, target: &Path) -> Option<String> {
     let out = !stays_inside(path.parent().unwrap_or(Path::new("")), target);
     out.then(|| format!("is a symlink out of the environment, to {}", target.display()))
 }

@@ -36,13 +36,17 @@ const PARTIAL: &str = ".partial";
 /// Suffix of its packages, unpacked.
 pub(crate) const UNPACKED: &str = ".unpacked";
 /// Suffix of an environment that is being removed. If a process uses it, it gets its name back.
+const DISCARDED: &str = ".discarded";
+/// What older versions removed, or had replaced, perhaps because other users could write to it: their suffix does not tell
+/// which. It never gets its name back, so if such a version was killed before the new environment had the name, it is
+/// installed again.
 const OLD: &str = ".old";
 /// Suffix of an environment that a repair has replaced as a whole. It never gets its name back: other users could write to it.
 const REPLACED: &str = ".replaced";
 /// Limit for the old environments of one digest.
 const MOST_OLD: usize = 100;
 /// Suffixes of all temporary names, except a [`Workshop`]'s.
-const ASIDE: [&str; 4] = [PARTIAL, UNPACKED, OLD, REPLACED];
+const ASIDE: [&str; 5] = [PARTIAL, UNPACKED, DISCARDED, OLD, REPLACED];
 /// Suffix of a [`Workshop`].
 const MENDING: &str = ".mending";
 /// File name of the [`Workshop`]'s lock in `envs/`.
@@ -178,7 +182,7 @@ impl<'a> Environments<'a> {
     /// environment is unchanged then.
     pub(crate) fn discard(&self, digest: &str) -> io::Result<Option<Occupant>> {
         refuse_mounts(&self.place(digest), is_by_user)?;
-        let aside = self.free_name(digest, OLD)?;
+        let aside = self.free_name(digest, DISCARDED)?;
         rename_in(&self.path, digest, &aside)?;
         // From here on no new process can find it under its name, so the check below sees every user.
         self.directory.sync_all()?;
@@ -257,7 +261,7 @@ impl<'a> Environments<'a> {
         }
     }
 
-    /// Removes what a repair replaced and set aside under the name `aside`, unless a process uses it.
+    /// Removes what a repair or an older version set aside under the name `aside`, unless a process uses it.
     fn discard_replaced(&self, aside: &str) -> io::Result<Option<Occupant>> {
         let used = self.used(&[aside.to_owned()])?.into_values().next();
         if used.is_none() {
@@ -284,7 +288,7 @@ impl<'a> Environments<'a> {
         let file_name = entry.file_name();
         let Some(hidden) = file_name.to_str() else { return Ok(()) };
         let Some(name) = hidden.strip_prefix('.') else { return Ok(()) };
-        let digest = name.strip_suffix(OLD).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
+        let digest = name.strip_suffix(DISCARDED).map(|name| name.split_once('.').map_or(name, |(digest, _)| digest));
         match digest.filter(|digest| archive::is_digest(digest)) {
             Some(digest) => self.discard_aside(hidden, digest).map(drop),
             None if name.ends_with(MENDING) => match lock::take(&self.path.join(MENDING_LOCK), Duration::ZERO) {
@@ -292,7 +296,7 @@ impl<'a> Environments<'a> {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
                 Err(e) => Err(e),
             },
-            None if name.ends_with(REPLACED) => self.discard_replaced(hidden).map(drop),
+            None if name.ends_with(REPLACED) || name.ends_with(OLD) => self.discard_replaced(hidden).map(drop),
             None if ASIDE.iter().any(|end| name.ends_with(end)) => remove_all_if_there(&entry.path()),
             None => Ok(()),
         }

@@ -26,6 +26,7 @@ use crate::{
 };
 use base::chance::jittered;
 use base::redact::shown;
+use host::room::Room;
 
 /// Attempts at the source per call; each resumes where the last one stopped.
 const ATTEMPTS: usize = 6;
@@ -94,6 +95,9 @@ pub(super) enum TransferEnd {
     Refused { status: StatusCode, rest: Option<Duration>, reason: String },
     /// No request can be made.
     Unable(String),
+    /// The peer sent more than it may, or than the disk took. Its bytes were discarded, so that they leave room for those
+    /// of other servers.
+    TooMuch(String),
 }
 
 impl Download<'_> {
@@ -189,7 +193,9 @@ impl Download<'_> {
             let (reason, rest) = match self.take(&server, part).await? {
                 TransferEnd::Whole => return Ok(()),
                 TransferEnd::Mismatch(wrong) => return Err(self.wrong(wrong)),
-                TransferEnd::Unable(reason) => return Err(self.http_error(reason, false)),
+                TransferEnd::Unable(reason) | TransferEnd::TooMuch(reason) => {
+                    return Err(self.http_error(reason, false));
+                }
                 TransferEnd::Refused { status, reason, .. } if !may_pass(status) => {
                     let is_closed = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
                     let withheld = if is_closed { self.http.withheld(url) } else { String::new() };
@@ -216,11 +222,24 @@ impl Download<'_> {
     /// may be the wrong one, so everything is downloaded again from this server.
     pub(super) async fn take(&self, server: &Server, part: &mut Part) -> Result<TransferEnd, FetchError> {
         loop {
-            let taken = self.pull(server, part).await;
-            let wrong = match taken.map_err(|e| self.unwritten(e))? {
+            let taken = match self.pull(server, part).await {
+                // The peer may be what fills the disk. If it isn't, the source's bytes have no room either.
+                Err(error) if server.is_peer() => TransferEnd::TooMuch(format!("can't write what it sends: {error}")),
+                // So may be what peers sent before they were given up.
+                Err(_) if self.one.size.is_none() && part.peers_sent() > 0 => {
+                    part.discard().map_err(|e| self.unwritten(e))?;
+                    continue;
+                }
+                taken => taken.map_err(|e| self.unwritten(e))?,
+            };
+            let wrong = match taken {
                 TransferEnd::Whole if self.is_right(part) => return Ok(TransferEnd::Whole),
                 TransferEnd::Whole => Mismatch::Sha256(part.sha256()),
                 TransferEnd::Mismatch(wrong) => wrong,
+                TransferEnd::TooMuch(problem) => {
+                    part.discard().map_err(|e| self.unwritten(e))?;
+                    return Ok(TransferEnd::TooMuch(problem));
+                }
                 other => return Ok(other),
             };
             let to_blame = part.is_all_from(server.sender);
@@ -306,6 +325,11 @@ impl Download<'_> {
                     break TransferEnd::Mismatch(Mismatch::Longer);
                 }
                 Ok(Ok(Some(chunk))) => {
+                    if server.is_peer()
+                        && let Some(problem) = self.too_much(part, chunk.len() as u64)?
+                    {
+                        break TransferEnd::TooMuch(problem);
+                    }
                     came += chunk.len() as u64;
                     sent += chunk.len() as u64;
                     part.append(server.sender, &chunk).await?;
@@ -320,6 +344,19 @@ impl Download<'_> {
         };
         part.flush().await?;
         Ok(taken)
+    }
+
+    /// Why a peer may not send `bytes` more of an archive of unknown size, if so: it could send without end.
+    fn too_much(&self, part: &Part, bytes: u64) -> io::Result<Option<String>> {
+        let most = self.one.most_from_peer();
+        Ok(match self.one.size {
+            Some(_) => None,
+            None if part.have() + bytes > most => Some(format!("it sent more than {most} bytes")),
+            None if Room::of(self.pkgs)?.spare_beside(part.have()) < bytes => {
+                Some(format!("it sent more than there is room for: {} bytes", part.have()))
+            }
+            None => None,
+        })
     }
 
     fn is_right(&self, part: &Part) -> bool {

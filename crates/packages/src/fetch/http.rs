@@ -9,7 +9,7 @@ use crate::{
     Access,
     fetch::credentials::{CredentialStore, CredentialsError},
 };
-use base::redact::token_positions;
+use base::redact::{decoded, token_positions};
 
 /// Long enough for a distant proxy, short enough that a wrong address is reported while the user still watches.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
@@ -190,17 +190,16 @@ fn check_redirect(previous: &[Url], next: &Url) -> Result<(), RedirectRefusal> {
     match () {
         () if previous.len() > MOST_REDIRECTS => Err(RedirectRefusal::TooOften),
         () if last.scheme() == "https" && next.scheme() != "https" => Err(RedirectRefusal::ToHttp),
-        () if is_other(next) && tokens(first).iter().any(|token| next.as_str().contains(token)) => {
-            Err(RedirectRefusal::WithToken)
-        }
+        () if is_other(next) && has_token_of(first, next) => Err(RedirectRefusal::WithToken),
         () => Ok(()),
     }
 }
 
-/// The conda tokens in the path of `url`.
-fn tokens(url: &Url) -> Vec<&str> {
-    let segments: Vec<_> = url.path().split('/').collect();
-    token_positions(url.scheme(), url.path()).map(|at| segments[at]).collect()
+/// True if a conda token in the path of `first` is in `next`, however either encodes it.
+fn has_token_of(first: &Url, next: &Url) -> bool {
+    let (path, next) = (decoded(first.path()), decoded(next.as_str()));
+    let segments: Vec<_> = path.split('/').collect();
+    token_positions(first.scheme(), &path).any(|at| next.contains(segments[at]))
 }
 
 /// What went wrong, with all causes in one line, and without the URL: it may hold a password.
@@ -222,6 +221,12 @@ mod tests {
             (&["https://h/t/tk/c/x"], "https://cdn/x?back=/t/tk/c/x", Err(RedirectRefusal::WithToken)),
             (&["https://h/t/tk/c/x"], "https://h:8/t/tk/c/x", Err(RedirectRefusal::WithToken)),
             (&["https://h/t/tk/c/x", "https://cdn/x"], "https://other/tk", Err(RedirectRefusal::WithToken)),
+            (&["https://h/t/%74k/c/x"], "https://cdn/tk/c/x", Err(RedirectRefusal::WithToken)),
+            (&["https://h/t/tk/c/x"], "https://cdn/x?back=%2Ft%2F%74%6B%2Fc", Err(RedirectRefusal::WithToken)),
+            (&["https://h/t/tk/c/x"], "https://cdn/x?back=%252Ft%252F%2574k", Err(RedirectRefusal::WithToken)),
+            (&["https://h/a%2Ft%2Ftk/c/x"], "https://cdn/tk/c/x", Err(RedirectRefusal::WithToken)),
+            (&["https://h/%74/tk/c/x"], "https://cdn/tk/c/x", Err(RedirectRefusal::WithToken)),
+            (&["https://h/t/tk/c/x"], "https://cdn/c/%78", Ok(())),
             (&["https://h/c/x"], "http://h/c/x", Err(RedirectRefusal::ToHttp)),
             (&["https://h:8/c/x"], "http://h:8/c/x", Err(RedirectRefusal::ToHttp)),
             (&["http://h/c/x"], "http://cdn/c/x", Ok(())),

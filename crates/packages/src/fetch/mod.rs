@@ -34,6 +34,7 @@ use crate::{
     HttpClient, Sources,
     fetch::{
         download::{CompleteArchive, Download},
+        part::MOST_BYTES,
         source::{Peers, mirrored},
     },
 };
@@ -48,6 +49,9 @@ use locks::LockError;
 
 /// Concurrent downloads: enough to hide latency, few enough for a mirror that a thousand nodes ask at once.
 const CONCURRENCY: usize = 6;
+/// The most that peers may send of a package whose size the lock doesn't state: [`CONCURRENCY`] of them stay below the limit
+/// for a bundle. The source sends what is larger.
+const MOST_OF_UNKNOWN_SIZE: u64 = 1 << 30;
 
 /// What a successful [`fetch()`] did.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -160,10 +164,22 @@ pub(crate) struct Wanted {
     pub name: String,
     /// Lower-case hex.
     pub sha256: String,
+    /// As the lock states it.
     pub size: Option<u64>,
+    /// A bundle has no stated size, and is bigger than any package.
+    pub is_bundle: bool,
 }
 
 impl Wanted {
+    /// The most bytes that a peer may send.
+    pub(crate) fn most_from_peer(&self) -> u64 {
+        match self.size {
+            Some(size) => size,
+            None if self.is_bundle => MOST_BYTES,
+            None => MOST_OF_UNKNOWN_SIZE,
+        }
+    }
+
     /// The package's file name as users know it, such as `flux-core-0.88.0-h1.conda`.
     pub(crate) fn package(&self) -> String {
         shown(&self.url).rsplit('/').next().unwrap_or_default().to_owned()
@@ -254,6 +270,7 @@ fn wanted(set: &PackageSet, digest: &str, platform: &str, sources: &Sources) -> 
                 name: archive::bundle_name(digest),
                 sha256: source.sha256.to_ascii_lowercase(),
                 size: None,
+                is_bundle: true,
             }]);
         }
         PackageSet::Lock { lock, .. } => (lock, sources.mirror.as_deref()),
@@ -273,6 +290,7 @@ fn wanted(set: &PackageSet, digest: &str, platform: &str, sources: &Sources) -> 
                 name: package.archive,
                 sha256: package.sha256,
                 size: package.record.package_record.size,
+                is_bundle: false,
             });
         }
     }

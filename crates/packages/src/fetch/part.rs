@@ -8,12 +8,13 @@ use std::{
 
 use sha2::{Digest, Sha256};
 use tokio::{
-    fs::File,
+    fs::{File, OpenOptions},
     io::{AsyncReadExt, AsyncWriteExt, BufWriter},
     sync::mpsc::UnboundedSender,
 };
 
 use crate::fetch::archive;
+use host::files::NO_SYMLINK;
 
 /// Size of the write buffer; the network delivers smaller pieces.
 const BUFFER: usize = 1 << 18;
@@ -68,7 +69,7 @@ impl Part {
             sent: BTreeMap::new(),
             advance,
         };
-        match File::options().read(true).write(true).open(&part.path).await {
+        match options().read(true).open(&part.path).await {
             Ok(file) => part.resume(file).await?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             Err(e) => return Err(e),
@@ -96,7 +97,7 @@ impl Part {
         let file = match &mut self.file {
             Some(file) => file,
             none => {
-                let file = File::options().create(true).write(true).truncate(true).open(&self.path).await?;
+                let file = options().create(true).truncate(true).open(&self.path).await?;
                 none.insert(BufWriter::with_capacity(BUFFER, file))
             }
         };
@@ -180,4 +181,11 @@ impl Part {
         // The receiver is gone only if the whole fetch is being dropped.
         let _ = self.advance.send(bytes);
     }
+}
+
+/// For writing, and never through a symlink.
+fn options() -> OpenOptions {
+    let mut options = File::options();
+    options.write(true).custom_flags(NO_SYMLINK);
+    options
 }

@@ -37,6 +37,9 @@ const LEAST_RATE: u64 = 64_000;
 impl Download<'_> {
     /// Returns true if a peer sent the archive, false if the source must be asked.
     pub(super) async fn ask_peers(&self, part: &mut Part) -> Result<bool, FetchError> {
+        if part.have() > self.one.most_from_peer() {
+            return Ok(false);
+        }
         let patience = self.http.patience_with_peers();
         let mut without = vec![false; self.peers.all().len()];
         let (mut busy_since, mut tries) = (None, 0);
@@ -72,7 +75,8 @@ impl Download<'_> {
                     }
                     TransferEnd::Coming => "it does not have the archive yet".to_owned(),
                     TransferEnd::Mismatch(wrong) => wrong.to_string(),
-                    TransferEnd::Silent(problem)
+                    TransferEnd::TooMuch(problem)
+                    | TransferEnd::Silent(problem)
                     | TransferEnd::Unable(problem)
                     | TransferEnd::Refused { reason: problem, .. } => problem,
                 };
@@ -142,12 +146,16 @@ impl Download<'_> {
 
     /// The time that the peer may still take for this archive; `None` if there is none left. Nothing that a peer does
     /// begins it anew. What it has sent of complete archives, and of this one, adds the time that it takes at
-    /// [`LEAST_RATE`]; [`Server::until`] grows with what it sends now. The size of a bundle is not known, and what a peer
-    /// says about it proves nothing, so a bundle adds as much time as there is without it.
+    /// [`LEAST_RATE`]; [`Server::until`] grows with what it sends now. If the size is not known, what it sends proves
+    /// nothing, and adds nothing. A bundle, which is big, adds as much time as there is without it.
     fn time_left(&self, peer: &Peer, sent: u64) -> Option<Duration> {
         let time = self.http.time_for_a_peer();
         let taken_by = |bytes: u64| Duration::from_secs(bytes / LEAST_RATE);
-        let archive = self.one.size.map_or(time, |_| taken_by(sent));
+        let archive = match self.one.size {
+            Some(_) => taken_by(sent),
+            None if self.one.is_bundle => time,
+            None => Duration::ZERO,
+        };
         (time + taken_by(peer.brought()) + archive).checked_sub(peer.waited()).filter(|left| !left.is_zero())
     }
 
@@ -184,4 +192,35 @@ impl Download<'_> {
 /// True if the peer is occupied with other requests.
 fn is_busy(status: StatusCode) -> bool {
     matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::{
+        HttpClient, Sources,
+        fetch::{CONCURRENCY, Wanted, part::MOST_BYTES, source::Peers},
+    };
+
+    #[test]
+    fn only_a_bundle_gives_a_peer_more_time_and_room_than_archives_of_known_size() {
+        let sources = Sources { peers: vec!["127.0.0.1:1".to_owned()], ..Sources::default() };
+        let (http, peers) = (HttpClient::new().unwrap(), Peers::new(&sources));
+        let time = http.time_for_a_peer();
+        let minute = LEAST_RATE * 60;
+        for (size, is_bundle, expected, most) in [
+            (Some(1 << 40), false, time + Duration::from_mins(1), 1 << 40),
+            (None, false, time, MOST_BYTES / CONCURRENCY as u64),
+            (None, true, 2 * time, MOST_BYTES),
+        ] {
+            let one = Wanted { url: String::new(), name: String::new(), sha256: String::new(), size, is_bundle };
+            let ((advance, _), (troubles, _)) =
+                (tokio::sync::mpsc::unbounded_channel(), tokio::sync::mpsc::unbounded_channel());
+            let pkgs = std::path::Path::new("/nowhere");
+            let download = Download { one: &one, pkgs, http: &http, peers: &peers, advance, troubles };
+            assert_eq!(download.time_left(&peers.all()[0], minute), Some(expected), "{size:?}, {is_bundle}");
+            assert!(one.most_from_peer() <= most, "{size:?}, {is_bundle}");
+        }
+    }
 }

@@ -11,8 +11,12 @@ use std::{
 use super::{LaunchError, Places, record::RunRecord, systemd::Systemd};
 use api::{Rank, Roster};
 use broker::command::{BrokerIdentity, launch};
-use host::{Root, cgroup, facts, log, process::Identity, state, users};
+use host::{Root, cgroup, facts, files::beginning_of, log, process::Identity, state, users};
 use hostapi::LaunchRecord;
+
+/// Most bytes of a command line or an environment that are read: a job may move the borders of its own (prctl(2),
+/// `PR_SET_MM`) until they are as large as its address space. Those of a broker of ours have a few thousand bytes.
+const LONGEST: u64 = 4 << 20;
 
 /// A broker that runs without a record.
 pub(super) enum UnrecordedBroker {
@@ -90,7 +94,12 @@ struct CommandLine(Vec<String>);
 
 impl CommandLine {
     fn of(pid: i32) -> Option<Self> {
-        let text = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        Self::read(Path::new(&format!("/proc/{pid}/cmdline")))
+    }
+
+    fn read(file: &Path) -> Option<Self> {
+        // Of a line that is longer, the end is missing. That of a broker of ours is not.
+        let text = beginning_of(file, LONGEST).ok()?;
         let words = text.strip_suffix(b"\0")?.split(|byte| *byte == 0);
         Some(Self(words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()))
     }
@@ -144,7 +153,8 @@ impl Places {
             return Err(Unrestored::AnotherInstance(prefix));
         }
         let used = [fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_default().display().to_string()];
-        let environment = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
+        let environment =
+            beginning_of(Path::new(&format!("/proc/{}/environ", process.pid)), LONGEST).unwrap_or_default();
         let environment = String::from_utf8_lossy(&environment);
         let mut texts = used.iter().map(String::as_str).chain(line.0.iter().map(String::as_str)).chain([&*environment]);
         let environments = format!("{}/", prefix.join(state::ENVIRONMENTS).display());
@@ -220,6 +230,12 @@ mod tests {
         CommandLine(
             ["/x/libexec/flux/cmd/flux-broker".to_owned()].into_iter().chain(argv.into_iter().skip(2)).collect(),
         )
+    }
+
+    #[test]
+    fn of_a_jobs_command_line_of_any_length_only_the_beginning_is_read() {
+        let words = CommandLine::read(Path::new("/dev/zero")).unwrap().0;
+        assert_eq!(words.len() as u64, LONGEST);
     }
 
     #[test]

@@ -1,0 +1,71 @@
+//! A directory that only this user can use, beside files of others.
+
+use std::{
+    fs::{self, DirBuilder, File, Permissions},
+    io,
+    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+    path::Path,
+};
+
+use nix::unistd::geteuid;
+
+use super::files::open_directory;
+
+/// Makes a directory that only this user can use, or opens and closes to others one that nobody else could write to. Beside
+/// it, in a directory that users share, another one may have made it first, with links in it. Its name may also become
+/// that of another directory at any time, so reach what is in it through the result; see [`host_path`](super::files::host_path).
+///
+/// # Errors
+/// If it can't be made or opened; `PermissionDenied` if another user owns it or may write to it; `Unsupported` if the file
+/// system gives away what this user makes.
+pub fn own_directory(path: &Path) -> io::Result<File> {
+    let is_new = match DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => true,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+        Err(error) => return Err(error),
+    };
+    let directory = open_directory(path)?;
+    let found = directory.metadata()?;
+    if let Err(error) = check(found.uid(), found.mode(), geteuid().as_raw(), is_new) {
+        if is_new {
+            // The next run would take it for another user's.
+            let _ = fs::remove_dir(path);
+        }
+        return Err(error);
+    }
+    directory.set_permissions(Permissions::from_mode(0o700))?;
+    Ok(directory)
+}
+
+fn check(owner: u32, mode: u32, own: u32, is_new: bool) -> io::Result<()> {
+    match () {
+        () if is_new && owner != own => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            format!(
+                "its file system gives what this user makes to the user with uid {owner}, as an NFS server does that squashes \
+                 root; use a directory on a local disk, or run the command as another user"
+            ),
+        )),
+        () if owner != own || mode & 0o022 != 0 => {
+            Err(io::Error::new(io::ErrorKind::PermissionDenied, "another user owns it or can write to it"))
+        }
+        () => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_directory_that_nfs_gives_to_nobody_is_refused_with_a_remedy() {
+        let error = check(65534, 0o700, 0, true).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+        let said = error.to_string();
+        assert!(said.contains("uid 65534") && said.contains("use a directory on a local disk"), "{said}");
+        for (owner, mode, is_new) in [(65534, 0o700, false), (0, 0o720, true), (0, 0o702, false)] {
+            assert_eq!(check(owner, mode, 0, is_new).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        }
+        assert!(check(0, 0o755, 0, false).is_ok() && check(0, 0o700, 0, true).is_ok());
+    }
+}

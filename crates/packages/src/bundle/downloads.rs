@@ -1,0 +1,84 @@
+//! The directory that holds the archives of a bundle until they are packed.
+
+use std::{
+    fs::{self, DirBuilder, File, TryLockError},
+    io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+};
+
+use crate::BundleError;
+use host::files::{FileError, absent_is_fine, host_path, open_directory, own_directory};
+
+/// Beside the bundle, so that a rename finishes it, and under a fixed name, so that the next run finds it.
+///
+/// Whoever else can write to the directory above can put another directory or a symlink in its place at any time. So what is
+/// in it is reached through descriptors.
+pub(super) struct Downloads {
+    /// For messages, and for the removal in the end.
+    path: PathBuf,
+    /// Locked until it is closed.
+    directory: File,
+    pkgs: File,
+}
+
+/// Its directory of archives.
+const PKGS: &str = "pkgs";
+
+impl Downloads {
+    pub(super) fn beside(out: &Path, parent: &Path) -> Result<Self, BundleError> {
+        let Some(name) = out.file_name() else {
+            return Err(BundleError::input(out, "it is not a file name"));
+        };
+        let path = parent.join(format!(".{}.download", name.to_string_lossy()));
+        let write = || FileError::on("write to", &path);
+        let directory = own_directory(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
+            io::ErrorKind::PermissionDenied | io::ErrorKind::NotADirectory => BundleError::input(
+                &path,
+                format!("{error}: if it is there, remove it, or write the bundle to another directory"),
+            ),
+            io::ErrorKind::Unsupported => BundleError::input(parent, error.to_string()),
+            _ => write()(error).into(),
+        })?;
+        directory.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => BundleError::Busy { path: out.display().to_string() },
+            TryLockError::Error(error) => write()(error).into(),
+        })?;
+        let pkgs = host_path(&directory).join(PKGS);
+        match DirBuilder::new().mode(0o700).create(&pkgs) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(write()(error).into()),
+            _ => {}
+        }
+        let pkgs = open_directory(&pkgs).map_err(write())?;
+        Ok(Self { path, directory, pkgs })
+    }
+
+    /// The archives.
+    pub(super) fn pkgs(&self) -> PathBuf {
+        host_path(&self.pkgs)
+    }
+
+    /// The bundle, until it is complete.
+    pub(super) fn bundle(&self) -> PathBuf {
+        host_path(&self.directory).join("bundle")
+    }
+
+    /// The name of the directory, for messages.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Turns a path of an archive into its name for messages.
+    pub(super) fn name_of(&self) -> impl Fn(&Path) -> PathBuf + use<> {
+        let (pkgs, named) = (self.pkgs(), self.path.join(PKGS));
+        move |path| path.strip_prefix(&pkgs).map_or_else(|_| path.to_owned(), |below| named.join(below))
+    }
+
+    /// Removes the archives, and the directory, which is empty then. Only by that name something else may be there.
+    pub(super) fn remove(self) -> Result<(), BundleError> {
+        let removed = fs::remove_dir_all(host_path(&self.directory).join(PKGS));
+        let removed = removed.and_then(|()| absent_is_fine(fs::remove_dir(&self.path)));
+        Ok(removed.map_err(FileError::on("remove", &self.path))?)
+    }
+}
