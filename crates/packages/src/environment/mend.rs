@@ -26,7 +26,7 @@ use crate::{
         records::{RECORDS, mode, read_own},
         refused,
         transaction::{Environments, Workshop},
-        verify::{Place, compare, in_utf8},
+        verify::{MOST_DIFFERENCES, Place, compare, in_utf8},
     },
     fetch::archive::{self, archives},
 };
@@ -91,7 +91,7 @@ pub fn mend(
         if was_open || mounts.iter().any(is_by_user) {
             environments.replace(&fresh, digest).map_err(|e| failure("replace", &e))?;
             opened.forget().map_err(|e| failure("forget what was open in", &e))?;
-            Mended { mended: found.into_iter().map(in_utf8).collect(), left: Vec::new() }
+            Mended { mended: found.into_iter().take(MOST_DIFFERENCES).map(in_utf8).collect(), left: Vec::new() }
         } else {
             Mending { place: &place, fresh: &fresh, moved: 0 }.put_back(found)
         }
@@ -136,13 +136,19 @@ impl Mending<'_> {
         let mut mended = Mended::default();
         for difference in found {
             match self.repair(&difference) {
-                Ok(true) => mended.mended.push(in_utf8(difference)),
-                Ok(false) => mended.left.push(in_utf8(difference)),
+                Ok(true) => mended.mended.push(difference),
+                Ok(false) => mended.left.push(difference),
                 Err(error) => {
                     tracing::warn!(%difference, error = error_chain(&error), "can't repair this file");
-                    mended.left.push(in_utf8(difference));
+                    mended.left.push(difference);
                 }
             }
+        }
+        // What nobody mends must not hide what could not be mended.
+        mended.left.sort_by_key(|difference| difference.what == What::Extra);
+        for named in [&mut mended.mended, &mut mended.left] {
+            named.truncate(MOST_DIFFERENCES);
+            *named = std::mem::take(named).into_iter().map(in_utf8).collect();
         }
         mended
     }

@@ -26,7 +26,7 @@ use hostapi::{Difference, Progress, Refusal, Slice, Verified, VerifyOrder, What}
 
 /// An answer names at most this many differences: other users may have put any number of files into an environment that was
 /// open.
-const MOST_DIFFERENCES: usize = 10_000;
+pub(super) const MOST_DIFFERENCES: usize = 10_000;
 
 /// Checks the environment that `order` names, or all that are ready.
 ///
