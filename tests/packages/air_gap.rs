@@ -238,9 +238,7 @@ fn no_download_follows_a_link_that_replaces_its_directory() {
         }
         None
     });
-    let error = desk.create(&["linux-64"]).unwrap_err();
-    // All is done but the removal of what has that name now.
-    assert!(base::error_chain(&error).contains("can't remove"), "{error}");
+    desk.create(&["linux-64"]).unwrap();
     assert!(inspect(&desk.out(), OutputFormat::Text).is_ok());
     let names =
         |directory: PathBuf| fs::read_dir(directory).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();

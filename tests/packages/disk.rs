@@ -292,7 +292,7 @@ async fn a_peer_that_lies_leaves_the_room_that_kubelet_keeps() {
     assert!((all / 10..all / 2).contains(&least), "it left {least} bytes");
     assert!(free(host.prefix()) > all / 10 * 9, "what it sent is still there");
     let warnings = log.warnings();
-    assert!(warnings.len() == 1 && warnings[0].contains("more than there is room for"), "{warnings:?}");
+    assert!(warnings.len() == 1 && warnings[0].contains("no more than what kubelet keeps free"), "{warnings:?}");
 }
 
 /// A limit that the file system's figures don't show, such as a quota.

@@ -25,8 +25,8 @@ const LONGEST_BY_HAND: f64 = 300.0;
 pub struct DrainChange {
     /// Ranks to drain, by reason.
     pub drain: BTreeMap<String, IdSet>,
-    /// Ranks that we, or a broker itself, have drained for another reason, by the new one.
-    pub rename: BTreeMap<String, IdSet>,
+    /// Ranks that are drained for another reason of ours, or by their own broker, by the reason that they get.
+    pub new_reason: BTreeMap<String, IdSet>,
     /// Ranks to undrain.
     pub undrain: IdSet,
 }
@@ -85,14 +85,14 @@ pub fn change(wanted: &BTreeMap<String, IdSet>, instance: &InstanceStatus, now: 
     for (reason, ranks) in wanted {
         let reason = format!("{PREFIX}{reason}");
         let missing = ranks.0.iter().copied().filter(|rank| is_missing(rank, &reason));
-        let (rename, drain): (BTreeSet<_>, BTreeSet<_>) = missing.partition(|rank| is_drained(*rank));
-        let into = |changes: &mut BTreeMap<_, _>, ranks: BTreeSet<_>| {
+        let (new_reason, drain): (BTreeSet<_>, BTreeSet<_>) = missing.partition(|rank| is_drained(*rank));
+        let add = |changes: &mut BTreeMap<_, _>, ranks: BTreeSet<_>| {
             if !ranks.is_empty() {
                 changes.insert(reason.clone(), IdSet(ranks));
             }
         };
-        into(&mut change.drain, drain);
-        into(&mut change.rename, rename);
+        add(&mut change.drain, drain);
+        add(&mut change.new_reason, new_reason);
     }
     let is_wanted = |rank: &u32| wanted.values().any(|ranks| ranks.contains(*rank));
     // A rank that is offline gets no jobs, and its next broker should get some.
@@ -122,10 +122,10 @@ pub async fn apply(client: &Client, change: &DrainChange) -> Result<(), RpcError
         status::undrain(client, &change.undrain).await?;
     }
     for (reason, ranks) in &change.drain {
-        // People may have drained them since the broker was asked: their reason stays, and so does their drain.
+        // People may have drained them since the broker was asked: a reason of theirs stays, and with it their drain.
         status::drain(client, ranks, reason, DrainMode::Keep).await?;
     }
-    for (reason, ranks) in &change.rename {
+    for (reason, ranks) in &change.new_reason {
         status::drain(client, ranks, reason, DrainMode::Replace).await?;
     }
     Ok(())
@@ -150,7 +150,7 @@ mod tests {
         };
         let told =
             |pairs: &[_]| InstanceStatus { drained: drained(pairs), excluded: set("9"), ..InstanceStatus::default() };
-        for (want, there, drain, rename, undrain) in [
+        for (want, there, drain, new_reason, undrain) in [
             (&[][..], &[][..], &[][..], &[][..], ""),
             (&[("cordoned", "1-2")], &[], &[("flux-distribute: cordoned", "1-2")], &[], ""),
             (&[("cordoned", "1-2")], &[("1-2", "flux-distribute: cordoned")], &[], &[], ""),
@@ -173,7 +173,7 @@ mod tests {
                 "2",
             ),
         ] {
-            let expected = DrainChange { drain: wanted(drain), rename: wanted(rename), undrain: set(undrain) };
+            let expected = DrainChange { drain: wanted(drain), new_reason: wanted(new_reason), undrain: set(undrain) };
             let expected = (expected != DrainChange::default()).then_some(expected);
             assert_eq!(change(&wanted(want), &told(there), 1000.0), expected, "{want:?} {there:?}");
         }

@@ -283,18 +283,18 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
 /// What a drain does to a rank that is drained already (flux-core, src/modules/resource/drain.c).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DrainMode {
-    /// It keeps its reason: somebody may have drained it since the last report.
+    /// `update`: it keeps its reason, if it has one. Somebody may have drained it since the last report.
     Keep,
-    /// It gets the new reason, and keeps its time.
+    /// `overwrite`: it gets the new reason, and keeps its time.
     Replace,
-    /// It gets the new reason, and the present time.
+    /// `force-overwrite`: it gets the new reason, and the present time.
     Renew,
 }
 
-/// Drains `ranks`, so that they get no new jobs; running ones continue. Flux refuses an empty set.
+/// Drains `ranks`, so that they get no new jobs; running ones continue.
 ///
 /// # Errors
-/// [`RpcError`]; a timeout if the lead is gone.
+/// [`RpcError`]; a timeout if the lead is gone. Flux refuses an empty set.
 pub async fn drain(client: &Client, ranks: &IdSet, reason: &str, mode: DrainMode) -> Result<(), RpcError> {
     let mode = match mode {
         DrainMode::Keep => "update",
@@ -305,12 +305,12 @@ pub async fn drain(client: &Client, ranks: &IdSet, reason: &str, mode: DrainMode
     client.rpc_within(LEAD_TIMEOUT, "resource.drain", LEAD, request).await.map(drop)
 }
 
-/// Undrains those of `ranks` that are drained. (Flux itself undrains ranks that it excludes.) Flux refuses an empty set.
+/// Undrains those of `ranks` that are drained. (Flux itself undrains ranks that it excludes.)
 ///
 /// # Errors
-/// [`RpcError`]; a timeout if the lead is gone.
+/// [`RpcError`]; a timeout if the lead is gone. Flux refuses an empty set.
 pub async fn undrain(client: &Client, ranks: &IdSet) -> Result<(), RpcError> {
-    // Else Flux refuses the whole request if one rank is not drained.
+    // Without `update`, Flux refuses the whole request if one rank is not drained.
     let request = json!({ "targets": ranks.to_string(), "mode": "update" });
     client.rpc_within(LEAD_TIMEOUT, "resource.undrain", LEAD, request).await.map(drop)
 }

@@ -44,7 +44,8 @@ const OTHERS: u32 = 0o077;
 /// the kernel releases the lock once no child process has the file open.
 pub type FileLock = Flock<File>;
 
-/// The right to write below the prefix, for one host stage at a time until the holder removes the lock's file.
+/// The right to write below the prefix. One host stage at a time holds it. If the holder removes the lock's file, waiting
+/// stages lock a new one, so they must look for the claim again.
 #[derive(Debug)]
 pub struct HostLock {
     _file: FileLock,

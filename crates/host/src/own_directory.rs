@@ -11,9 +11,9 @@ use nix::unistd::geteuid;
 
 use super::files::open_directory;
 
-/// Makes a directory that only this user can use, or opens and closes to others one that nobody else could write to. Beside
-/// it, in a directory that users share, another one may have made it first, with links in it. Its name may also become
-/// that of another directory at any time, so reach what is in it through the result; see [`host_path`](super::files::host_path).
+/// Makes a directory that only this user can use. One that is there is used, and closed to others, if this user owns it and
+/// nobody else could write to it. In a directory that users share, another user may have made it first, or may replace it
+/// later: reach what is in it through the result (see [`host_path`](super::files::host_path)), not through the path.
 ///
 /// # Errors
 /// If it can't be made or opened; `PermissionDenied` if another user owns it or may write to it; `Unsupported` if the file
@@ -38,19 +38,21 @@ pub fn own_directory(path: &Path) -> io::Result<File> {
 }
 
 fn check(owner: u32, mode: u32, own: u32, is_new: bool) -> io::Result<()> {
-    match () {
-        () if is_new && owner != own => Err(io::Error::new(
+    if owner == own && mode & 0o022 == 0 {
+        return Ok(());
+    }
+    Err(if is_new {
+        io::Error::new(
             io::ErrorKind::Unsupported,
             format!(
-                "its file system gives what this user makes to the user with uid {owner}, as an NFS server does that squashes \
-                 root; use a directory on a local disk, or run the command as another user"
+                "what this user makes there belongs to uid {owner} and has mode {:o}, as on an NFS server that squashes root, \
+                 or on a file system without modes; use a directory on a local disk, or run the command as another user",
+                mode & 0o7777
             ),
-        )),
-        () if owner != own || mode & 0o022 != 0 => {
-            Err(io::Error::new(io::ErrorKind::PermissionDenied, "another user owns it or can write to it"))
-        }
-        () => Ok(()),
-    }
+        )
+    } else {
+        io::Error::new(io::ErrorKind::PermissionDenied, "another user owns it or can write to it")
+    })
 }
 
 #[cfg(test)]
@@ -63,8 +65,9 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::Unsupported);
         let said = error.to_string();
         assert!(said.contains("uid 65534") && said.contains("use a directory on a local disk"), "{said}");
-        for (owner, mode, is_new) in [(65534, 0o700, false), (0, 0o720, true), (0, 0o702, false)] {
-            assert_eq!(check(owner, mode, 0, is_new).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(check(0, 0o777, 0, true).unwrap_err().kind(), io::ErrorKind::Unsupported);
+        for (owner, mode) in [(65534, 0o700), (0, 0o720), (0, 0o702)] {
+            assert_eq!(check(owner, mode, 0, false).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
         }
         assert!(check(0, 0o755, 0, false).is_ok() && check(0, 0o700, 0, true).is_ok());
     }

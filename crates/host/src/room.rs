@@ -32,12 +32,9 @@ impl Room {
         FileSystem::of(path).map(|found| found.room)
     }
 
-    /// Bytes that may be added to a file of `bytes` whose final size is unknown: up to what the kubelet keeps free, or, if
-    /// there was less without this file, to half of what there was.
-    pub fn spare_beside(self, bytes: u64) -> u64 {
-        let before = self.available.saturating_add(bytes);
-        let left = if before > self.kept_free() { self.kept_free() } else { before / 2 };
-        self.available.saturating_sub(left)
+    /// Bytes that are free above what the kubelet keeps free.
+    pub fn above_kept_free(self) -> u64 {
+        self.available.saturating_sub(self.kept_free())
     }
 
     fn kept_free(self) -> u64 {
@@ -97,19 +94,4 @@ pub fn room(place: &Path, room: Room, need: u64) -> Result<(), Refusal> {
         wanted.div_ceil(1 << 20),
         need.div_ceil(1 << 20),
     )))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_file_of_unknown_size_leaves_what_kubelet_keeps_or_half_of_what_there_is() {
-        for (available, bytes, spare) in
-            [(500, 0, 400), (300, 200, 200), (100, 400, 0), (80, 0, 40), (60, 20, 20), (40, 40, 0)]
-        {
-            let room = Room { available, total: 1000, files: None };
-            assert_eq!(room.spare_beside(bytes), spare, "{available} and {bytes}");
-        }
-    }
 }

@@ -67,8 +67,8 @@ struct Facts<'a> {
     report: Option<&'a FluxNodeStatus>,
     /// The member's Node exists and is Ready.
     is_ready: bool,
-    /// The report is not older than the boot that the member's Node names.
-    is_since_boot: bool,
+    /// The report is from the boot that the member's Node names, or the Node names none.
+    is_of_this_boot: bool,
     /// What the lead reports of jobs there.
     load: Load,
 }
@@ -161,7 +161,7 @@ impl<'a> Members<'a> {
     /// The facts about one rank, from the report of its own agent only.
     fn facts(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Facts<'a> {
         let unknown =
-            |state| Facts { state, report: None, is_ready: false, is_since_boot: false, load: Load::default() };
+            |state| Facts { state, report: None, is_ready: false, is_of_this_boot: false, load: Load::default() };
         let Some(member) = &entry.member else { return unknown(MemberState::Vacant) };
         let node = self.nodes.with_uid(&member.uid);
         let is_ready = node.is_some_and(|node| node.ready);
@@ -177,8 +177,8 @@ impl<'a> Members<'a> {
             _ => MemberState::ComingUp,
         };
         let boot = report.facts.as_ref().map(|facts| facts.boot_id.as_str());
-        let is_since_boot = node.is_some_and(|node| node.boot_id.is_empty() || boot == Some(&node.boot_id));
-        Facts { report: Some(report), is_since_boot, ..without_broker(state) }
+        let is_of_this_boot = node.is_some_and(|node| node.boot_id.is_empty() || boot == Some(&node.boot_id));
+        Facts { report: Some(report), is_of_this_boot, ..without_broker(state) }
     }
 
     /// Corrects the states by what the other brokers report, and finds out where jobs run or may start.
@@ -283,9 +283,9 @@ impl<'a> Members<'a> {
         self.report(rank).is_some_and(|report| matches!(report.phase, NodePhase::Online | NodePhase::Draining))
     }
 
-    /// True if the agent of the member of `rank` has reported a broker of this rank and epoch since the Node's last boot.
-    pub fn is_reported_since_boot(&self, rank: Rank) -> bool {
-        self.ranks.get(&rank).is_some_and(|facts| facts.is_since_boot)
+    /// True if the agent of the member of `rank` reports a broker of this rank and epoch, in the boot that the Node names.
+    pub fn is_report_of_this_boot(&self, rank: Rank) -> bool {
+        self.ranks.get(&rank).is_some_and(|facts| facts.is_of_this_boot)
     }
 
     /// The report of the lead's agent while the lead is online: only then is its information about other ranks current.

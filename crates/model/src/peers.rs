@@ -99,7 +99,8 @@ impl<'a> Fetcher<'a> {
         // A node with an online broker installs beside it without changing its phase, so assume that it has begun.
         let begun = matches!(self.report.phase, NodePhase::Installing | NodePhase::Online | NodePhase::Draining);
         let patience = if begun { HOLD_WITHIN } else { BEGIN_WITHIN };
-        let in_time = self.assignment(digest).is_some_and(|assigned| now.saturating_sub(assigned.since) < patience);
+        let in_time =
+            self.assignment(digest).is_some_and(|assigned| now.abs_diff(assigned.since) < patience.unsigned_abs());
         in_time && self.wants == Some(digest) && !self.has(digest) && self.is_well()
     }
 }
@@ -189,7 +190,7 @@ impl Set<'_> {
         let can_serve = |index: &&usize| self.fetchers[**index].peer().is_some();
         let best = waiting.iter().filter(can_serve).min_by_key(|index| !self.fetchers[**index].is_well()).copied();
         let last = failing.iter().filter_map(asks).map(|assigned| assigned.since).max();
-        let in_time = last.is_none_or(|last| self.now.saturating_sub(last) >= pause(failing.len()));
+        let in_time = last.is_none_or(|last| self.now.abs_diff(last) >= pause(failing.len()).unsigned_abs());
         let chosen = |index: usize| match best {
             _ if is_awaited => false,
             Some(best) => in_time && index == best,

@@ -1,4 +1,8 @@
-use std::{fs, io, path::Path, time::Duration};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use super::{claim, launch::BrokerView, links};
 use api::{PREFIX_CANDIDATES, RUN_DIR};
@@ -170,16 +174,17 @@ fn remove_all(path: &Path) -> Result<(), Refusal> {
     remove_all_if_there(path).map_err(|error| Refusal::io("remove", path, &error))
 }
 
-/// A claim that was interrupted before it wrote `state.json` left a directory with at most these files. Under its lock,
-/// because a claim may begin meanwhile.
+/// A claim that was interrupted before it wrote `state.json` left a directory with at most these files, and so did a removal
+/// that was interrupted after it, beside statedirs that it kept. Under its lock, because a claim may begin meanwhile.
 fn remove_unfinished_claims(root: &Root) {
     for candidate in PREFIX_CANDIDATES {
         // Not through another user's link, and not where other users can write.
         let Ok(Some(opened)) = trust::directory(root, Path::new(candidate)) else { continue };
         let dir = host_path(&opened);
         let early = [aside(&dir.join(STATE)), dir.join(LOCK_REPLACING), dir.join(LOCK)];
+        let is_early = |path: PathBuf| early.contains(&path) || statedir::is_kept(&path);
         let only_early =
-            || fs::read_dir(&dir).is_ok_and(|entries| entries.flatten().all(|entry| early.contains(&entry.path())));
+            || fs::read_dir(&dir).is_ok_and(|entries| entries.flatten().all(|entry| is_early(entry.path())));
         if only_early()
             && let Ok(_lock) = lock::take(&dir.join(LOCK), Duration::ZERO)
             && only_early()

@@ -164,7 +164,7 @@ fn measure(view: &HostView, instance: &InstanceStatus) -> Option<Measure> {
     if rank == 0 {
         return Some(Measure::StopQueues);
     }
-    // What an earlier run drained is drained again.
+    // What an earlier run drained is drained again, so that its time is new: the lead's agent undrains old drains of ours.
     let by_others = || instance.drained.iter().filter(|drained| drained.reason != drains::THIS_HOST_UNINSTALLED);
     let is_drained = |rank: u32| by_others().any(|drained| drained.ranks.contains(rank));
     let gets_jobs = |rank: &u32| ends_with(view, *rank) && !is_drained(*rank) && !instance.excluded.contains(*rank);
@@ -234,7 +234,6 @@ async fn drain_ranks(ranks: &IdSet) -> Result<(), RpcError> {
     if again.is_empty() {
         return Ok(());
     }
-    // An earlier run drained these, and the lead's agent undrains ranks whose drain is old.
     status::drain(&socket, &again, drains::THIS_HOST_UNINSTALLED, DrainMode::Renew).await
 }
 

@@ -41,7 +41,11 @@ pub fn phase(
     if inputs.is_online() && *step != Step::Remove {
         return online(inputs, step, reasons);
     }
-    if inputs.agent_age < NEW && is_of(before, host) && inputs.broker.pid.is_none() && is_up(&before.phase) {
+    if inputs.agent_age < NEW
+        && is_about_running_broker(before, host)
+        && inputs.broker.pid.is_none()
+        && is_up(&before.phase)
+    {
         // That a new agent has not connected to the broker yet says nothing about the broker.
         return (before.phase.clone(), repeated(before));
     }
@@ -78,9 +82,9 @@ pub fn phase(
     }
 }
 
-/// True if `before`, an agent's last report, is about the broker that runs now: a host that rebooted within seconds has
-/// another one, and the planner must not take that for the broker that was online.
-fn is_of(before: &FluxNodeStatus, host: &HostView) -> bool {
+/// True if `before`, the last report, is about the broker that runs now. A host that rebooted within seconds has another
+/// one, and the planner must not count that one as online because the old one was.
+fn is_about_running_broker(before: &FluxNodeStatus, host: &HostView) -> bool {
     let boot = before.facts.as_ref().map(|facts| facts.boot_id.as_str());
     let pid = before.adopted.as_ref().map(|adopted| adopted.pid);
     boot == Some(&host.boot_id) && pid.is_some() && pid == host.broker.as_ref().map(|broker| broker.pid)

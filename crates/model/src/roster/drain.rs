@@ -41,7 +41,10 @@ pub(super) fn drain(seen: &Observed, members: &Members, roster: &mut Roster) {
             continue;
         }
         let before = entry.drain.take();
-        let wanted = wanted.or_else(|| Some((not_back(members, rank).filter(|_| before.is_some())?.to_owned(), false)));
+        let wanted = match wanted {
+            None if before.is_some() => waits_for_broker(members, rank).map(|reason| (reason.to_owned(), false)),
+            wanted => wanted,
+        };
         entry.drain = wanted.map(|(reason, leave)| {
             let since = before.filter(|before| before.leave == leave).map_or(seen.now, |before| before.since);
             Draining { reason, leave, since }
@@ -79,12 +82,13 @@ fn reason(
     lack(declared, &now).map(|reason| (reason, false))
 }
 
-/// Why `rank`, whose drain has no other reason left, stays drained for now: for some seconds after a reboot, Flux takes the
-/// broker of the boot before for one that lives. It would start jobs there, and lose them when the new broker joins.
-fn not_back(members: &Members, rank: Rank) -> Option<&'static str> {
+/// Why a drained rank stays drained although nothing else asks for it. After a reboot, Flux takes the old broker for alive for
+/// some seconds, would start jobs on it, and lose them when the new one joins.
+fn waits_for_broker(members: &Members, rank: Rank) -> Option<&'static str> {
     match () {
-        () if !members.is_reported_online(rank) => Some("its broker is not online yet"),
-        () if !members.is_reported_since_boot(rank) => Some("its agent has not reported since the node's boot"),
+        () if !members.is_online(rank) => Some("its broker is not online yet"),
+        () if !members.is_ready(rank) => Some("its Node is not Ready"),
+        () if !members.is_report_of_this_boot(rank) => Some("its agent has not reported since the node booted"),
         () => None,
     }
 }

@@ -18,7 +18,7 @@ use api::{Adopted, Closing, IdSet, Rank, Roster, RosterEntry, Takeover};
 
 /// How long a request is valid, in seconds: by then the administrator's command has given up waiting, and the lead may
 /// be back.
-const REQUEST_SECS: i64 = 900;
+const REQUEST_SECS: u64 = 900;
 
 /// Returns the next roster if there is a request that can be carried out now.
 pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Option<Roster> {
@@ -51,8 +51,7 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
 fn latest_request<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<(&'a str, &'a Takeover)> {
     let requests = seen.reports.iter().filter_map(|(node, report)| Some((node.as_str(), report.takeover.as_ref()?)));
     let is_current = |request: &Takeover| request.instance_id == roster.instance_id && request.epoch == roster.epoch;
-    let current =
-        requests.filter(|(_, request)| is_current(request) && seen.now.saturating_sub(request.at) < REQUEST_SECS);
+    let current = requests.filter(|(_, request)| is_current(request) && seen.now.abs_diff(request.at) < REQUEST_SECS);
     current.max_by_key(|(node, request)| (request.at, *node))
 }
 

@@ -90,7 +90,7 @@ fn the_latest_request_counts_and_one_for_another_epoch_or_instance_does_not() {
     let now = takeover_request(&world, None);
     leave(&mut world, "node1", Takeover { epoch: 0, at: 9000, ..now.clone() });
     leave(&mut world, "node2", now.clone());
-    leave(&mut world, "node3", Takeover { at: 2000, ..now.clone() });
+    leave(&mut world, "node3", Takeover { at: now.at + 1, ..now.clone() });
     world.settle();
     assert_eq!(members(&world)[0], "node3");
     let mut world = World::up(2);

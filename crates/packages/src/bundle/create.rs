@@ -190,9 +190,9 @@ impl CreateBundle {
         };
         let (sha256, bytes) = runtime.block_on(async { shown(Style::of(self.output), events, work).await })?;
         fs::rename(&packed, self.target()?).map_err(FileError::on("write", &self.out))?;
-        downloads.remove()?;
+        let warning = downloads.remove().err().map(|error| error_chain(&error));
         let packages = Some(archives(&packages).len());
-        Ok(CreatedBundle { manifest: BundleManifest::packages(platforms), sha256, bytes, packages, warning: None })
+        Ok(CreatedBundle { manifest: BundleManifest::packages(platforms), sha256, bytes, packages, warning })
     }
 
     /// Checks the free space: until the bundle is complete, the archives exist twice on disk. Skipped if the lock

@@ -10,7 +10,10 @@ use std::{
 use crate::BundleError;
 use host::files::{FileError, absent_is_fine, host_path, open_directory, own_directory};
 
-/// Beside the bundle, so that a rename finishes it, and under a fixed name, so that the next run finds it.
+/// Its directory of archives.
+const PKGS: &str = "pkgs";
+
+/// The directory is beside the bundle, so that a rename finishes it, and has a fixed name, so that the next run finds it.
 ///
 /// Whoever else can write to the directory above can put another directory or a symlink in its place at any time. So what is
 /// in it is reached through descriptors.
@@ -21,9 +24,6 @@ pub(super) struct Downloads {
     directory: File,
     pkgs: File,
 }
-
-/// Its directory of archives.
-const PKGS: &str = "pkgs";
 
 impl Downloads {
     pub(super) fn beside(out: &Path, parent: &Path) -> Result<Self, BundleError> {
@@ -54,7 +54,7 @@ impl Downloads {
         Ok(Self { path, directory, pkgs })
     }
 
-    /// The archives.
+    /// The directory of archives, by its descriptor.
     pub(super) fn pkgs(&self) -> PathBuf {
         host_path(&self.pkgs)
     }
@@ -75,10 +75,14 @@ impl Downloads {
         move |path| path.strip_prefix(&pkgs).map_or_else(|_| path.to_owned(), |below| named.join(below))
     }
 
-    /// Removes the archives, and the directory, which is empty then. Only by that name something else may be there.
-    pub(super) fn remove(self) -> Result<(), BundleError> {
+    /// Removes the archives and the directory. The directory can be removed only by its name, which may be another one's by
+    /// now: of that, an empty directory is all that can be removed.
+    ///
+    /// # Errors
+    /// If something is left; the bundle is complete all the same.
+    pub(super) fn remove(self) -> Result<(), FileError> {
         let removed = fs::remove_dir_all(host_path(&self.directory).join(PKGS));
         let removed = removed.and_then(|()| absent_is_fine(fs::remove_dir(&self.path)));
-        Ok(removed.map_err(FileError::on("remove", &self.path))?)
+        removed.map_err(FileError::on("remove", &self.path))
     }
 }

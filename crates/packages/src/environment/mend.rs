@@ -26,7 +26,7 @@ use crate::{
         records::{RECORDS, mode, read_own},
         refused,
         transaction::{Environments, Workshop},
-        verify::{MOST_DIFFERENCES, Place, compare, in_utf8},
+        verify::{Place, at_most, compare, in_utf8},
     },
     fetch::archive::{self, archives},
 };
@@ -91,7 +91,7 @@ pub fn mend(
         if was_open || mounts.iter().any(is_by_user) {
             environments.replace(&fresh, digest).map_err(|e| failure("replace", &e))?;
             opened.forget().map_err(|e| failure("forget what was open in", &e))?;
-            Mended { mended: found.into_iter().take(MOST_DIFFERENCES).map(in_utf8).collect(), left: Vec::new() }
+            Mended { mended: at_most(found).into_iter().map(in_utf8).collect(), left: Vec::new() }
         } else {
             Mending { place: &place, fresh: &fresh, moved: 0 }.put_back(found)
         }
@@ -144,13 +144,8 @@ impl Mending<'_> {
                 }
             }
         }
-        // What nobody mends must not hide what could not be mended.
-        mended.left.sort_by_key(|difference| difference.what == What::Extra);
-        for named in [&mut mended.mended, &mut mended.left] {
-            named.truncate(MOST_DIFFERENCES);
-            *named = std::mem::take(named).into_iter().map(in_utf8).collect();
-        }
-        mended
+        let named = |differences| at_most(differences).into_iter().map(in_utf8).collect();
+        Mended { mended: named(mended.mended), left: named(mended.left) }
     }
 
     /// Repairs one difference. Returns false if no package contains the file.

@@ -37,9 +37,8 @@ const PARTIAL: &str = ".partial";
 pub(crate) const UNPACKED: &str = ".unpacked";
 /// Suffix of an environment that is being removed. If a process uses it, it gets its name back.
 const DISCARDED: &str = ".discarded";
-/// What older versions removed, or had replaced, perhaps because other users could write to it: their suffix does not tell
-/// which. It never gets its name back, so if such a version was killed before the new environment had the name, it is
-/// installed again.
+/// Suffix that older versions gave both to what they removed and to what they replaced because users could write to it. So it
+/// never gets its name back; if nothing has that name, the environment is installed again.
 const OLD: &str = ".old";
 /// Suffix of an environment that a repair has replaced as a whole. It never gets its name back: other users could write to it.
 const REPLACED: &str = ".replaced";
@@ -217,7 +216,7 @@ impl<'a> Environments<'a> {
             Err(error) => return Err(error),
         };
         self.directory.sync_all()?;
-        match self.discard_replaced(&old) {
+        match self.discard_for_good(&old) {
             Ok(None) => {}
             Ok(Some(occupant)) => {
                 tracing::info!(%occupant, "the environment that was replaced stays until it is not used");
@@ -262,7 +261,7 @@ impl<'a> Environments<'a> {
     }
 
     /// Removes what a repair or an older version set aside under the name `aside`, unless a process uses it.
-    fn discard_replaced(&self, aside: &str) -> io::Result<Option<Occupant>> {
+    fn discard_for_good(&self, aside: &str) -> io::Result<Option<Occupant>> {
         let used = self.used(&[aside.to_owned()])?.into_values().next();
         if used.is_none() {
             remove_all_if_there(&self.path.join(aside))?;
@@ -296,7 +295,7 @@ impl<'a> Environments<'a> {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(()),
                 Err(e) => Err(e),
             },
-            None if name.ends_with(REPLACED) || name.ends_with(OLD) => self.discard_replaced(hidden).map(drop),
+            None if name.ends_with(REPLACED) || name.ends_with(OLD) => self.discard_for_good(hidden).map(drop),
             None if ASIDE.iter().any(|end| name.ends_with(end)) => remove_all_if_there(&entry.path()),
             None => Ok(()),
         }

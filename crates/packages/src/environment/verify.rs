@@ -26,7 +26,7 @@ use hostapi::{Difference, Progress, Refusal, Slice, Verified, VerifyOrder, What}
 
 /// An answer names at most this many differences: other users may have put any number of files into an environment that was
 /// open.
-pub(super) const MOST_DIFFERENCES: usize = 10_000;
+const MOST_DIFFERENCES: usize = 10_000;
 
 /// Checks the environment that `order` names, or all that are ready.
 ///
@@ -82,11 +82,17 @@ fn verify_one(
     let mut differences: Vec<_> = differences.into_iter().map(in_utf8).collect();
     differences.sort();
     differences.dedup();
-    // Damage first: what nobody mends must not hide it.
-    differences.sort_by_key(|difference| difference.what == What::Extra);
-    differences.truncate(MOST_DIFFERENCES);
+    let mut differences = at_most(differences);
     differences.sort();
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
+}
+
+/// As many of `differences` as an answer may name. Extra files come last: other users may have made enough of them to push
+/// damage off the list.
+pub(super) fn at_most(mut differences: Vec<Difference>) -> Vec<Difference> {
+    differences.sort_by_key(|difference| difference.what == What::Extra);
+    differences.truncate(MOST_DIFFERENCES);
+    differences
 }
 
 /// What has the name of an environment.

@@ -34,6 +34,13 @@ const ATTEMPTS: usize = 6;
 const LONGEST_REST: Duration = Duration::from_secs(30);
 /// If the source hasn't answered for this long, the progress reports it.
 const SLOW: Duration = Duration::from_secs(5);
+/// Bytes between two looks at the disk's room.
+const LOOK_EVERY: u64 = 16 << 20;
+
+/// True if a disk, a quota or a limit on files is exhausted.
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge)
+}
 
 /// A clause for an error message that says when the next attempt follows.
 pub fn tried_again(pause: Duration) -> String {
@@ -95,9 +102,9 @@ pub(super) enum TransferEnd {
     Refused { status: StatusCode, rest: Option<Duration>, reason: String },
     /// No request can be made.
     Unable(String),
-    /// The peer sent more than it may, or than the disk took. Its bytes were discarded, so that they leave room for those
-    /// of other servers.
-    TooMuch(String),
+    /// The archive's size is unknown, and it is bigger than peers may send or than the disk has room for. All of it was
+    /// discarded, and only the source may send it.
+    NotFromPeers(String),
 }
 
 impl Download<'_> {
@@ -193,7 +200,7 @@ impl Download<'_> {
             let (reason, rest) = match self.take(&server, part).await? {
                 TransferEnd::Whole => return Ok(()),
                 TransferEnd::Mismatch(wrong) => return Err(self.wrong(wrong)),
-                TransferEnd::Unable(reason) | TransferEnd::TooMuch(reason) => {
+                TransferEnd::Unable(reason) | TransferEnd::NotFromPeers(reason) => {
                     return Err(self.http_error(reason, false));
                 }
                 TransferEnd::Refused { status, reason, .. } if !may_pass(status) => {
@@ -223,12 +230,16 @@ impl Download<'_> {
     pub(super) async fn take(&self, server: &Server, part: &mut Part) -> Result<TransferEnd, FetchError> {
         loop {
             let taken = match self.pull(server, part).await {
-                // The peer may be what fills the disk. If it isn't, the source's bytes have no room either.
-                Err(error) if server.is_peer() => TransferEnd::TooMuch(format!("can't write what it sends: {error}")),
-                // So may be what peers sent before they were given up.
-                Err(_) if self.one.size.is_none() && part.peers_sent() > 0 => {
-                    part.discard().map_err(|e| self.unwritten(e))?;
-                    continue;
+                Err(error) if self.one.size.is_none() && is_full(&error) => {
+                    // A peer that sends without end may be what fills the disk.
+                    if server.is_peer() {
+                        TransferEnd::NotFromPeers(format!("can't write what it sends: {error}"))
+                    } else if part.peers_sent() > 0 {
+                        part.discard().map_err(|e| self.unwritten(e))?;
+                        continue;
+                    } else {
+                        return Err(self.unwritten(error));
+                    }
                 }
                 taken => taken.map_err(|e| self.unwritten(e))?,
             };
@@ -236,9 +247,9 @@ impl Download<'_> {
                 TransferEnd::Whole if self.is_right(part) => return Ok(TransferEnd::Whole),
                 TransferEnd::Whole => Mismatch::Sha256(part.sha256()),
                 TransferEnd::Mismatch(wrong) => wrong,
-                TransferEnd::TooMuch(problem) => {
+                TransferEnd::NotFromPeers(problem) => {
                     part.discard().map_err(|e| self.unwritten(e))?;
-                    return Ok(TransferEnd::TooMuch(problem));
+                    return Ok(TransferEnd::NotFromPeers(problem));
                 }
                 other => return Ok(other),
             };
@@ -304,6 +315,7 @@ impl Download<'_> {
         };
         // Count only the time spent waiting for the server, not for the disk.
         let (mut waited, mut came, mut sent) = (Duration::ZERO, 0, 0);
+        let mut spare = 0;
         let taken = loop {
             if waited >= server.patience {
                 if u128::from(came) * 1000 < waited.as_millis() * u128::from(server.least_rate) {
@@ -325,13 +337,14 @@ impl Download<'_> {
                     break TransferEnd::Mismatch(Mismatch::Longer);
                 }
                 Ok(Ok(Some(chunk))) => {
+                    let bytes = chunk.len() as u64;
                     if server.is_peer()
-                        && let Some(problem) = self.too_much(part, chunk.len() as u64)?
+                        && let Some(why) = self.not_from_peers(part.have(), bytes, &mut spare).await?
                     {
-                        break TransferEnd::TooMuch(problem);
+                        break TransferEnd::NotFromPeers(why);
                     }
-                    came += chunk.len() as u64;
-                    sent += chunk.len() as u64;
+                    came += bytes;
+                    sent += bytes;
                     part.append(server.sender, &chunk).await?;
                 }
                 Ok(Ok(None)) => match length {
@@ -346,17 +359,28 @@ impl Download<'_> {
         Ok(taken)
     }
 
-    /// Why a peer may not send `bytes` more of an archive of unknown size, if so: it could send without end.
-    fn too_much(&self, part: &Part, bytes: u64) -> io::Result<Option<String>> {
-        let most = self.one.most_from_peer();
-        Ok(match self.one.size {
-            Some(_) => None,
-            None if part.have() + bytes > most => Some(format!("it sent more than {most} bytes")),
-            None if Room::of(self.pkgs)?.spare_beside(part.have()) < bytes => {
-                Some(format!("it sent more than there is room for: {} bytes", part.have()))
-            }
-            None => None,
-        })
+    /// Why peers may not send `bytes` more of this archive, of which `have` bytes are there; None if they may. `spare`: the
+    /// bytes that they may send until the disk's room is looked at again.
+    async fn not_from_peers(&self, have: u64, bytes: u64, spare: &mut u64) -> io::Result<Option<String>> {
+        let Some(most) = self.one.most_of_unknown_size() else { return Ok(None) };
+        if have + bytes > most {
+            return Ok(Some(format!("it is bigger than {most} bytes")));
+        }
+        if bytes > *spare {
+            *spare = self.spare().await?;
+        }
+        let Some(left) = spare.checked_sub(bytes) else {
+            return Ok(Some(format!("after {have} bytes, the disk has no more than what kubelet keeps free")));
+        };
+        *spare = left;
+        Ok(None)
+    }
+
+    /// Bytes that may be written before the room is looked at again; never what the kubelet keeps free.
+    async fn spare(&self) -> io::Result<u64> {
+        let pkgs = self.pkgs.to_owned();
+        let room = tokio::task::spawn_blocking(move || Room::of(&pkgs)).await.map_err(io::Error::other)??;
+        Ok(room.above_kept_free().min(LOOK_EVERY))
     }
 
     fn is_right(&self, part: &Part) -> bool {

@@ -50,7 +50,7 @@ use locks::LockError;
 /// Concurrent downloads: enough to hide latency, few enough for a mirror that a thousand nodes ask at once.
 const CONCURRENCY: usize = 6;
 /// The most that peers may send of a package whose size the lock doesn't state: [`CONCURRENCY`] of them stay below the limit
-/// for a bundle. The source sends what is larger.
+/// for a bundle. A larger one comes from the source.
 const MOST_OF_UNKNOWN_SIZE: u64 = 1 << 30;
 
 /// What a successful [`fetch()`] did.
@@ -171,13 +171,10 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// The most bytes that a peer may send.
-    pub(crate) fn most_from_peer(&self) -> u64 {
-        match self.size {
-            Some(size) => size,
-            None if self.is_bundle => MOST_BYTES,
-            None => MOST_OF_UNKNOWN_SIZE,
-        }
+    /// The most bytes that peers may send if the archive's size is unknown: they could send without end.
+    pub(crate) fn most_of_unknown_size(&self) -> Option<u64> {
+        let most = if self.is_bundle { MOST_BYTES } else { MOST_OF_UNKNOWN_SIZE };
+        self.size.is_none().then_some(most)
     }
 
     /// The package's file name as users know it, such as `flux-core-0.88.0-h1.conda`.

@@ -69,7 +69,7 @@ impl Part {
             sent: BTreeMap::new(),
             advance,
         };
-        match options().read(true).open(&part.path).await {
+        match writable().read(true).open(&part.path).await {
             Ok(file) => part.resume(file).await?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             Err(e) => return Err(e),
@@ -97,7 +97,7 @@ impl Part {
         let file = match &mut self.file {
             Some(file) => file,
             none => {
-                let file = options().create(true).truncate(true).open(&self.path).await?;
+                let file = writable().create(true).truncate(true).open(&self.path).await?;
                 none.insert(BufWriter::with_capacity(BUFFER, file))
             }
         };
@@ -184,7 +184,7 @@ impl Part {
 }
 
 /// For writing, and never through a symlink.
-fn options() -> OpenOptions {
+fn writable() -> OpenOptions {
     let mut options = File::options();
     options.write(true).custom_flags(NO_SYMLINK);
     options

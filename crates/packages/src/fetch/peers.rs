@@ -37,7 +37,8 @@ const LEAST_RATE: u64 = 64_000;
 impl Download<'_> {
     /// Returns true if a peer sent the archive, false if the source must be asked.
     pub(super) async fn ask_peers(&self, part: &mut Part) -> Result<bool, FetchError> {
-        if part.have() > self.one.most_from_peer() {
+        // What an earlier fetch has got would be lost if peers then sent more of it than they may.
+        if part.have() > 0 && self.one.size.is_none() && !self.one.is_bundle {
             return Ok(false);
         }
         let patience = self.http.patience_with_peers();
@@ -73,10 +74,14 @@ impl Download<'_> {
                         away.push((peer, problem));
                         continue;
                     }
+                    TransferEnd::NotFromPeers(problem) => {
+                        let (package, peer) = (self.one.package(), &peer.address);
+                        tracing::warn!(package, peer, problem, "only the source can send this archive");
+                        return Ok(false);
+                    }
                     TransferEnd::Coming => "it does not have the archive yet".to_owned(),
                     TransferEnd::Mismatch(wrong) => wrong.to_string(),
-                    TransferEnd::TooMuch(problem)
-                    | TransferEnd::Silent(problem)
+                    TransferEnd::Silent(problem)
                     | TransferEnd::Unable(problem)
                     | TransferEnd::Refused { reason: problem, .. } => problem,
                 };
@@ -146,8 +151,8 @@ impl Download<'_> {
 
     /// The time that the peer may still take for this archive; `None` if there is none left. Nothing that a peer does
     /// begins it anew. What it has sent of complete archives, and of this one, adds the time that it takes at
-    /// [`LEAST_RATE`]; [`Server::until`] grows with what it sends now. If the size is not known, what it sends proves
-    /// nothing, and adds nothing. A bundle, which is big, adds as much time as there is without it.
+    /// [`LEAST_RATE`]; [`Server::until`] grows with what it sends now. If the size is unknown, bytes of this archive add
+    /// nothing. A bundle, which is big, doubles the time.
     fn time_left(&self, peer: &Peer, sent: u64) -> Option<Duration> {
         let time = self.http.time_for_a_peer();
         let taken_by = |bytes: u64| Duration::from_secs(bytes / LEAST_RATE);
@@ -210,9 +215,9 @@ mod tests {
         let time = http.time_for_a_peer();
         let minute = LEAST_RATE * 60;
         for (size, is_bundle, expected, most) in [
-            (Some(1 << 40), false, time + Duration::from_mins(1), 1 << 40),
-            (None, false, time, MOST_BYTES / CONCURRENCY as u64),
-            (None, true, 2 * time, MOST_BYTES),
+            (Some(1 << 40), false, time + Duration::from_mins(1), None),
+            (None, false, time, Some(MOST_BYTES / CONCURRENCY as u64)),
+            (None, true, 2 * time, Some(MOST_BYTES)),
         ] {
             let one = Wanted { url: String::new(), name: String::new(), sha256: String::new(), size, is_bundle };
             let ((advance, _), (troubles, _)) =
@@ -220,7 +225,7 @@ mod tests {
             let pkgs = std::path::Path::new("/nowhere");
             let download = Download { one: &one, pkgs, http: &http, peers: &peers, advance, troubles };
             assert_eq!(download.time_left(&peers.all()[0], minute), Some(expected), "{size:?}, {is_bundle}");
-            assert!(one.most_from_peer() <= most, "{size:?}, {is_bundle}");
+            assert!(one.most_of_unknown_size() <= most, "{size:?}, {is_bundle}");
         }
     }
 }

@@ -16,7 +16,7 @@ use hostapi::LaunchRecord;
 
 /// Most bytes of a command line or an environment that are read: a job may move the borders of its own (prctl(2),
 /// `PR_SET_MM`) until they are as large as its address space. Those of a broker of ours have a few thousand bytes.
-const LONGEST: u64 = 4 << 20;
+const LONGEST: u64 = 128 << 10;
 
 /// A broker that runs without a record.
 pub(super) enum UnrecordedBroker {
@@ -98,7 +98,7 @@ impl CommandLine {
     }
 
     fn read(file: &Path) -> Option<Self> {
-        // Of a line that is longer, the end is missing. That of a broker of ours is not.
+        // A longer line lacks its final NUL here and is none of ours.
         let text = beginning_of(file, LONGEST).ok()?;
         let words = text.strip_suffix(b"\0")?.split(|byte| *byte == 0);
         Some(Self(words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()))
