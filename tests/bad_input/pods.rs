@@ -3,7 +3,7 @@
 use k8s_openapi::{
     api::{
         batch::v1::Job,
-        core::v1::{Pod, ServiceAccount},
+        core::v1::{Node, Pod, ServiceAccount},
         rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
     },
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
@@ -19,6 +19,7 @@ use super::{
     rights::{agent, agent_on, make_of, refused},
 };
 use api::NAMESPACE;
+use cluster::patch_params;
 use pods::record::{ANNOTATION_JOB, LONGEST_RECORD};
 
 const PODS_YAML: &str = include_str!("../../deploy/pods.yaml");
@@ -85,12 +86,14 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
     all_jobs.create(&PostParams::default(), &serde_json::from_value(job).unwrap()).await.unwrap();
 
     let jobs = Api::<Job>::namespaced(token.clone(), "default");
-    let patch = async |value: &Value| jobs.patch("theirs", &PatchParams::default(), &Patch::Merge(value)).await;
+    let patch = async |value: &Value| jobs.patch("theirs", &patch_params(), &Patch::Merge(value)).await;
     let mut tries = 0;
     until_true("the policies to hold", async || {
         // A label that an earlier try has set already is no change.
         tries += 1;
-        patch(&json!({"metadata": {"labels": {"team": format!("try{tries}")}}})).await.is_err()
+        let label = json!({"metadata": {"labels": {"team": format!("try{tries}")}}});
+        // Not under the agent's name: the API server would record the label as written by it.
+        jobs.patch("theirs", &PatchParams::default(), &Patch::Merge(label)).await.is_err()
     })
     .await;
     let owner = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "gone", "uid": "u-1"});
@@ -100,6 +103,10 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
         json!({"metadata": {"labels": {"team": "c"}}}),
         json!({"metadata": {"annotations": {"example.org/mine": "1"}}}),
         json!({"metadata": {"annotations": {"distribute.flux-framework.org/suspended": "x".repeat(257)}}}),
+        json!({"metadata": {"managedFields": [{
+            "manager": "helm", "operation": "Apply", "apiVersion": "batch/v1", "fieldsType": "FieldsV1",
+            "fieldsV1": {"f:metadata": {"f:labels": {"f:team": {}}}},
+        }]}}),
         json!({"spec": {"parallelism": 9}}),
         json!({"spec": {"backoffLimit": 0}}),
         json!({"spec": {"ttlSecondsAfterFinished": 0}}),
@@ -117,7 +124,7 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
 
     let statuses = async |namespace: &str, name: &str, client: &Client, value: Value| {
         let pods = Api::<Pod>::namespaced(client.clone(), namespace);
-        pods.patch_status(name, &PatchParams::default(), &Patch::Merge(value)).await
+        pods.patch_status(name, &patch_params(), &Patch::Merge(value)).await
     };
     let told = json!({"status": {"message": "told"}});
     for (namespace, name, value) in [
@@ -148,8 +155,31 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
     ] {
         assert_eq!(refused(bind(namespace, name, metadata).await, name).0, 403, "{namespace}/{name}");
     }
+    // Since Kubernetes 1.35, the API server adds a node's zone to a binding before policies look at it.
+    let zone = json!({"metadata": {"labels": {"topology.kubernetes.io/zone": "z1"}}});
+    let nodes = Api::<Node>::all(admin.clone());
+    nodes.patch("node1", &PatchParams::default(), &Patch::Merge(zone)).await.unwrap();
     bind("default", "waits", json!({"annotations": {ANNOTATION_JOB: "x".repeat(LONGEST_RECORD)}})).await.unwrap();
     let bound = Api::<Pod>::namespaced(admin, "default").get("waits").await.unwrap();
     assert_eq!(bound.spec.unwrap().node_name.as_deref(), Some("node1"));
     assert_eq!(bound.metadata.labels.unwrap()["app"], "theirs");
+    evictions_keep_the_grace_period(&token, bound.metadata.uid.unwrap()).await;
+}
+
+/// Of pod `waits`, which has this uid.
+async fn evictions_keep_the_grace_period(token: &Client, uid: String) {
+    let evict = async |options: Value| {
+        let eviction = json!({
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": "waits"},
+            "deleteOptions": options,
+        });
+        let pods = Api::<Pod>::namespaced(token.clone(), "default");
+        pods.create_subresource::<Value, Value>("eviction", "waits", &PostParams::default(), &eviction).await
+    };
+    for options in [json!({"gracePeriodSeconds": 0}), json!({"propagationPolicy": "Foreground"})] {
+        assert_eq!(refused(evict(options.clone()).await, "waits").0, 403, "{options}");
+    }
+    evict(json!({ "preconditions": { "uid": uid } })).await.unwrap();
 }

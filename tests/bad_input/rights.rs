@@ -4,6 +4,7 @@ use api::{
     ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance,
     FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, NodePhase, SECRET_CURVE,
 };
+use cluster::patch_params;
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
@@ -88,7 +89,7 @@ async fn an_agents_token_can_change_only_the_autoscaler_annotations_of_a_node() 
     let own = Api::<Node>::all(agent(&case).await);
     let theirs = json!({"metadata": {"annotations": {"example.org/theirs": "1"}, "labels": {"example.org/pool": "a"}}});
     all.patch("node1", &PatchParams::default(), &Patch::Merge(theirs)).await.unwrap();
-    let patch = async |value: Value| own.patch("node1", &PatchParams::default(), &Patch::Merge(value)).await;
+    let patch = async |value: Value| own.patch("node1", &patch_params(), &Patch::Merge(value)).await;
 
     let taint = json!([{"key": "example.org/mine", "effect": "NoSchedule"}]);
     let wrong = [
@@ -125,8 +126,17 @@ async fn an_agents_token_can_change_only_the_autoscaler_annotations_of_a_node() 
             other => panic!("{value}: {other:?}"),
         }
     }
+    // A manager that is said to own taints and labels removes them with the next apply that lacks them.
+    let forged = json!({
+        "manager": "capi", "operation": "Apply", "apiVersion": "v1", "fieldsType": "FieldsV1",
+        "fieldsV1": {"f:spec": {"f:taints": {}}, "f:metadata": {"f:labels": {"f:example.org/pool": {}}}},
+    });
+    for managed in [json!([forged]), json!([{}])] {
+        let refused = patch(json!({"metadata": {"managedFields": managed}})).await;
+        assert!(matches!(&refused, Err(kube::Error::Api(status)) if status.code == 403), "{managed}: {refused:?}");
+    }
     let status = json!({"status": {"phase": "Terminated"}});
-    assert!(own.patch_status("node1", &PatchParams::default(), &Patch::Merge(status)).await.is_err());
+    assert!(own.patch_status("node1", &patch_params(), &Patch::Merge(status)).await.is_err());
     assert!(own.delete("node1", &Default::default()).await.is_err());
     let after = all.get("node1").await.unwrap();
     assert_eq!(
@@ -168,13 +178,19 @@ async fn a_size_that_does_not_fit_is_refused_by_the_crds_own_rules() {
     instances.patch_scale(INSTANCE, &PatchParams::default(), &four).await.unwrap();
     // A field that is null is not one that is too large.
     case.patch(json!({"maxSize": null, "size": 9})).await;
-    let mut null = serde_json::to_value(instances.get(INSTANCE).await.unwrap()).unwrap();
-    null["spec"]["maxSize"] = Value::Null;
-    let request = http::Request::put(format!(
-        "/apis/distribute.flux-framework.org/v1alpha1/namespaces/{NAMESPACE}/fluxinstances/{INSTANCE}"
-    ));
-    let request = request.header("content-type", "application/json").body(null.to_string().into_bytes()).unwrap();
-    let stored = case.client.request::<Value>(request).await.unwrap();
+    let stored = loop {
+        let mut null = serde_json::to_value(instances.get(INSTANCE).await.unwrap()).unwrap();
+        null["spec"]["maxSize"] = Value::Null;
+        let request = http::Request::put(format!(
+            "/apis/distribute.flux-framework.org/v1alpha1/namespaces/{NAMESPACE}/fluxinstances/{INSTANCE}"
+        ));
+        let request = request.header("content-type", "application/json").body(null.to_string().into_bytes()).unwrap();
+        match case.client.request::<Value>(request).await {
+            // The planner has written the status meanwhile.
+            Err(kube::Error::Api(status)) if status.code == 409 => {}
+            stored => break stored.unwrap(),
+        }
+    };
     assert_eq!((&stored["spec"]["size"], &stored["spec"]["maxSize"]), (&json!(9), &Value::Null));
     case.patch(no_nodes()).await;
 }
@@ -208,7 +224,7 @@ async fn an_agents_token_can_create_nothing_that_outlives_it() {
     let client = agent(&case).await;
     let (maps, secrets) =
         (Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE), Api::<Secret>::namespaced(client, NAMESPACE));
-    let patch = async |value: Value| maps.patch(CONFIGMAP_DEFAULT, &PatchParams::default(), &Patch::Merge(value)).await;
+    let patch = async |value: Value| maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(value)).await;
     let of_its_own = json!({"data": {"spec.yaml": "packages: {channels: ['https://example.org/mine']}"}});
     let mut tries = 0;
     until_true("the policy to hold", async || {
@@ -219,6 +235,13 @@ async fn an_agents_token_can_create_nothing_that_outlives_it() {
     for wrong in [of_its_own, json!({"data": null}), json!({"binaryData": {"more": "eA=="}})] {
         let (code, words) = refused(patch(wrong.clone()).await, &wrong.to_string());
         assert!(code == 403 && words.contains("does not change what is in it"), "{words}");
+    }
+    // kubectl could apply the ConfigMap no more.
+    let last_applied = json!({"annotations": {"kubectl.kubernetes.io/last-applied-configuration": "x"}});
+    for metadata in
+        [last_applied, json!({"labels": {"a": "b"}}), json!({"annotations": {ANNOTATION_CONSUMED: "x".repeat(257)}})]
+    {
+        assert_eq!(refused(patch(json!({ "metadata": metadata })).await, &metadata.to_string()).0, 403, "{metadata}");
     }
     patch(json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: "uid"}}})).await.unwrap();
 
@@ -365,17 +388,15 @@ async fn an_agents_token_can_set_the_readiness_of_its_own_pod_only() {
     agent_on(&case, "another").await;
     let condition = json!([{"type": CONDITION_POD_READY, "status": "True"}]);
     let ready = Patch::Strategic(json!({"status": {"conditions": condition}}));
-    until_true("the policy to hold", async || {
-        pods.patch_status("another", &PatchParams::default(), &ready).await.is_err()
-    })
-    .await;
-    match pods.patch_status("another", &PatchParams::default(), &ready).await {
+    until_true("the policy to hold", async || pods.patch_status("another", &patch_params(), &ready).await.is_err())
+        .await;
+    match pods.patch_status("another", &patch_params(), &ready).await {
         Err(kube::Error::Api(status)) if status.code == 403 => {
             assert!(status.message.contains("no other pod than its own"), "{}", status.message);
         }
         other => panic!("{other:?}"),
     }
-    let told = pods.patch_status("own", &PatchParams::default(), &ready).await.unwrap();
+    let told = pods.patch_status("own", &patch_params(), &ready).await.unwrap();
     let conditions = told.status.unwrap().conditions.unwrap();
     assert!(conditions.iter().any(|condition| condition.type_ == CONDITION_POD_READY && condition.status == "True"));
     for metadata in [
@@ -384,7 +405,7 @@ async fn an_agents_token_can_set_the_readiness_of_its_own_pod_only() {
         json!({"finalizers": ["example.org/mine"]}),
     ] {
         let patch = Patch::Merge(json!({ "metadata": metadata }));
-        assert_eq!(refused(pods.patch("own", &PatchParams::default(), &patch).await, "its pod").0, 403);
-        assert_eq!(refused(pods.patch_status("own", &PatchParams::default(), &patch).await, "with its status").0, 403);
+        assert_eq!(refused(pods.patch("own", &patch_params(), &patch).await, "its pod").0, 403);
+        assert_eq!(refused(pods.patch_status("own", &patch_params(), &patch).await, "with its status").0, 403);
     }
 }

@@ -3,14 +3,14 @@
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, Resource,
-    api::{ListParams, Patch, PatchParams, PostParams},
+    api::{ListParams, Patch, PostParams},
 };
 use serde_json::json;
 use tracing::{debug, warn};
 
 use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, NAMESPACE, NodePhase};
 use base::error_chain;
-use cluster::{Announcer, ApiError, as_read, call, gone_is_fine, merge_patch};
+use cluster::{Announcer, ApiError, as_read, call, gone_is_fine, merge_patch, patch_params};
 
 /// How often a FluxNode that changes while it is deleted is read again.
 const DELETE_TRIES: u32 = 5;
@@ -78,7 +78,7 @@ impl Reporter {
             return Ok(());
         }
         let change = merge_patch(&json!(before), &json!(next));
-        let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"status": change})));
+        let (params, patch) = (patch_params(), Patch::Merge(json!({"status": change})));
         call(format!("status of FluxNode {}", self.name), self.nodes.patch_status(&self.name, &params, &patch)).await?;
         let failed = next.phase == NodePhase::Failed;
         let waits = failed || next.phase == NodePhase::Removing;

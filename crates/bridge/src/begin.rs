@@ -12,7 +12,7 @@ use k8s_openapi::{
 };
 use kube::{
     Api, Client,
-    api::{ObjectMeta, Patch, PatchParams, PostParams},
+    api::{ObjectMeta, Patch, PostParams},
 };
 use serde_json::{Value, json};
 use tracing::{info, warn};
@@ -23,7 +23,7 @@ use broker::{
     queues,
     rfc3::{self, RpcError},
 };
-use cluster::{ApiError, call, gone_is_fine};
+use cluster::{ApiError, call, gone_is_fine, patch_params};
 use pods::{
     action::{Action, Binding, JobRef, PodRef},
     facts::{ANNOTATION_SUSPENDED, SuspendReason},
@@ -138,7 +138,7 @@ impl Tools {
         let metadata = json!({ "uid": job.uid, "annotations": annotations });
         let patch = json!({ "metadata": metadata, "spec": { "suspend": reason.is_some() } });
         let what = format!("suspend or resume Job {}/{}", job.namespace, job.name);
-        gone_is_fine(call(what, jobs.patch(&job.name, &PatchParams::default(), &Patch::Merge(patch))).await)
+        gone_is_fine(call(what, jobs.patch(&job.name, &patch_params(), &Patch::Merge(patch))).await)
     }
 }
 

@@ -5,13 +5,10 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::Time,
     jiff::Timestamp,
 };
-use kube::{
-    Api, Client,
-    api::{Patch, PatchParams},
-};
+use kube::{Api, Client, api::Patch};
 use serde_json::json;
 
-use cluster::{ApiError, call, gone_is_fine, publish};
+use cluster::{ApiError, call, gone_is_fine, patch_params, publish};
 use pods::action::{PodRef, Reason, Tell};
 
 /// Writes condition PodScheduled=False, which `kubectl describe` and autoscalers read.
@@ -29,7 +26,7 @@ pub(crate) async fn condition(client: &Client, tell: &Tell) -> Result<(), ApiErr
     });
     let patch = json!({ "metadata": { "uid": tell.pod.uid }, "status": { "conditions": [condition] } });
     let what = format!("tell about pod {}/{}", tell.pod.namespace, tell.pod.name);
-    let (parameters, patch) = (PatchParams::default(), Patch::Strategic(patch));
+    let (parameters, patch) = (patch_params(), Patch::Strategic(patch));
     gone_is_fine(call(what, pods.patch_status(&tell.pod.name, &parameters, &patch)).await)
 }
 

@@ -19,7 +19,7 @@ use std::time::Duration;
 use api::{CONFIGMAP_ROSTER, RosterError};
 use kube::{
     Resource,
-    api::{DeleteParams, ObjectMeta, Preconditions},
+    api::{DeleteParams, ObjectMeta, PatchParams, Preconditions},
 };
 
 pub use events::{Announcer, publish};
@@ -52,6 +52,15 @@ pub enum ApiError {
         /// What is wrong with it, and the remedy if there is one.
         reason: String,
     },
+}
+
+/// The name under which the API server records which fields this program writes (`managedFields`). The admission policies permit
+/// fields of ours under any name, but none of ours beside fields of others.
+const FIELD_MANAGER: &str = "flux-distribute";
+
+/// How every patch is sent.
+pub fn patch_params() -> PatchParams {
+    PatchParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PatchParams::default() }
 }
 
 /// Time limit of one API call. kube sets no read timeout, so on a half-open connection a call would hang while this

@@ -3,7 +3,7 @@
 use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference};
 use kube::{
     Api, Client, Resource, ResourceExt,
-    api::{Patch, PatchParams, PostParams},
+    api::{Patch, PostParams},
 };
 use serde_json::json;
 use tracing::info;
@@ -12,7 +12,7 @@ use api::{
     ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstance, FluxInstanceSpec, FluxInstanceStatus,
     INSTANCE, InstancePhase, NAMESPACE, in_one_line,
 };
-use cluster::{ApiError, call, clock};
+use cluster::{ApiError, call, clock, patch_params};
 use model::{read::read_default, status::set_condition};
 
 /// Creates the first FluxInstance from ConfigMap `flux-default`, once. The manifest can't hold the FluxInstance itself,
@@ -43,7 +43,7 @@ pub async fn ensure(client: &Client, existing: Option<&FluxInstance>) -> Result<
     // Mark the ConfigMap only now: a planner that dies before this line finds the FluxInstance in its next round and
     // adds the mark.
     let patch = json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: uid.unwrap_or_default()}}});
-    let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+    let (params, patch) = (patch_params(), Patch::Merge(patch));
     call("mark ConfigMap flux-default", maps.patch(CONFIGMAP_DEFAULT, &params, &patch)).await.map(drop)
 }
 

@@ -4,13 +4,13 @@ use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, ResourceExt,
-    api::{Patch, PatchParams},
+    api::Patch,
     runtime::reflector::{ObjectRef, Store},
 };
 use serde_json::json;
 use tracing::debug;
 
-use cluster::{ApiError, call, gone_is_fine};
+use cluster::{ApiError, call, gone_is_fine, patch_params};
 use model::protect::AnnotationChange;
 
 /// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there
@@ -30,7 +30,7 @@ pub async fn write(client: &Client, nodes: &Store<Node>, changes: Vec<Annotation
         let patch = json!({"metadata": {"annotations": annotations, "resourceVersion": seen.resource_version()}});
         let api = api.clone();
         Some(async move {
-            let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+            let (params, patch) = (patch_params(), Patch::Merge(patch));
             gone_is_fine(call(format!("annotations of Node {node}"), api.patch_metadata(&node, &params, &patch)).await)
         })
     });

@@ -1,9 +1,6 @@
 //! Reads and writes the planner's objects: the roster, `broker.toml`, the packages and each FluxNode's spec.
 
-use kube::{
-    Api, Client, ResourceExt,
-    api::{Patch, PatchParams},
-};
+use kube::{Api, Client, ResourceExt, api::Patch};
 use serde_json::json;
 use tracing::{debug, info};
 
@@ -13,7 +10,7 @@ use api::{
 };
 use base::error_chain;
 use cluster::{
-    ApiError, as_read, call, certificate, gone_is_fine, merge_patch,
+    ApiError, as_read, call, certificate, gone_is_fine, merge_patch, patch_params,
     store::{self, Document},
 };
 use model::broker_toml;
@@ -60,7 +57,7 @@ pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -
     debug!(node = name, ?spec, "projecting the roster");
     let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
     let change = merge_patch(&json!(node.spec), &json!(spec));
-    let (params, patch) = (PatchParams::default(), Patch::Merge(json!({"spec": change})));
+    let (params, patch) = (patch_params(), Patch::Merge(json!({"spec": change})));
     // If the agent or a user has deleted the FluxNode, the agent creates it again if it still needs it.
     gone_is_fine(call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await)
 }

@@ -113,7 +113,8 @@ impl Known<'_> {
     }
 }
 
-/// The gangs of the bridged pods whose cores are held or that can be bound, in order of their ids.
+/// The gangs of the bridged pods whose cores are held or that can be bound, the oldest first: in this order, their jobs are
+/// submitted.
 pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, now: Millis) -> Vec<Gang<'a>> {
     let mut groups: BTreeMap<GangId, Group<'a>> = BTreeMap::new();
     for pod in pods.into_iter().filter(|pod| !known.is_foreign(pod) && (pod.holds(now) || pod.is_ready_to_bind())) {
@@ -134,7 +135,7 @@ pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, 
         group.members.push(pod);
     }
     let mut all: Vec<_> = groups.into_iter().flat_map(|(id, group)| group.split(id, known)).collect();
-    all.sort_by(|one, other| one.id.cmp(&other.id));
+    all.sort_by(|one, other| (one.since(), &one.id).cmp(&(other.since(), &other.id)));
     all
 }
 

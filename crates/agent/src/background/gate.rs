@@ -5,17 +5,14 @@
 use std::time::Duration;
 
 use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Time};
-use kube::{
-    Api, Client,
-    api::{Patch, PatchParams},
-};
+use kube::{Api, Client, api::Patch};
 use serde_json::json;
 use tokio::{sync::watch, time::timeout};
 use tracing::debug;
 
 use api::{CONDITION_POD_READY, NAMESPACE};
 use base::chance::jittered;
-use cluster::{ApiError, call, clock};
+use cluster::{ApiError, call, clock, patch_params};
 
 /// Pause between two tries while the API server does not answer; many agents lose it at once.
 const AGAIN: Duration = Duration::from_secs(5);
@@ -57,7 +54,7 @@ async fn write(pods: &Api<Pod>, name: &str, ready: bool) -> Result<(), ApiError>
     // The list is merged by type, so other conditions stay.
     let patch =
         json!({"status": {"conditions": [condition], "$setElementOrder/conditions": [{"type": CONDITION_POD_READY}]}});
-    let (params, patch) = (PatchParams::default(), Patch::Strategic(patch));
+    let (params, patch) = (patch_params(), Patch::Strategic(patch));
     match call(format!("status of Pod {name}"), pods.patch_status(name, &params, &patch)).await {
         // This agent runs in no pod.
         Err(error) if error.code() == Some(404) => Ok(()),
