@@ -1,5 +1,10 @@
 //! An end in the middle of `local up` is one clear end, and leaves nothing.
 
+use std::{
+    io::{BufRead, BufReader},
+    process::Stdio,
+};
+
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -13,6 +18,7 @@ fn a_signal_during_up_ends_it_with_one_message_and_leaves_nothing() {
         (Signal::SIGINT, 130, "API server at"),
         (Signal::SIGINT, 130, "node2 is up"),
         (Signal::SIGTERM, 143, "Starting"),
+        (Signal::SIGHUP, 129, "node1 is up"),
     ] {
         let Some(place) = Place::new() else { return };
         let up = place.begin(&["--api", "embedded"], words);
@@ -23,6 +29,21 @@ fn a_signal_during_up_ends_it_with_one_message_and_leaves_nothing() {
         assert_eq!(said.err, "flux-distribute: interrupted; everything it had made is removed\n");
         place.leaves_nothing(&bridge);
     }
+}
+
+#[test]
+fn an_up_whose_reader_is_gone_ends_and_leaves_nothing() {
+    let Some(place) = Place::new() else { return };
+    let mut up = place.command(&["up", "--nodes", "2", "--flux", "none", "--api", "embedded"]);
+    let mut up = up.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(up.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(said.by_ref().any(|line| line.contains("API server at")));
+    let bridge = place.bridge();
+    drop(said);
+    let said = Said::of(up.wait_with_output().unwrap());
+    assert_eq!(said.code, Some(1), "{said:?}");
+    assert!(said.err.contains("can't write to stdout"), "{said:?}");
+    place.leaves_nothing(&bridge);
 }
 
 #[test]

@@ -23,7 +23,7 @@ pub enum LocalError {
     /// A signal ended the command before it finished; everything that it had made is removed.
     #[error("interrupted; everything it had made is removed")]
     Interrupted {
-        /// The signal's number, of SIGINT or SIGTERM.
+        /// The signal's number, of SIGINT, SIGTERM or SIGHUP.
         signal: i32,
     },
     /// Another command took the cluster down while this one started it.

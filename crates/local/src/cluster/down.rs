@@ -32,7 +32,8 @@ pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
     };
     match layout.load() {
         Ok(cluster) => {
-            print_line("stopping the nodes, which takes some seconds")?;
+            // Who closed stdout wants the cluster removed all the same.
+            let _ = print_line("stopping the nodes, which takes some seconds");
             let group = cluster.clone();
             tokio::task::spawn_blocking(move || end_processes(&group))
                 .await

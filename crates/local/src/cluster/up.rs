@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use futures::{FutureExt, future::select_all};
 use k8s_openapi::ByteString;
 use nix::sched::{CloneFlags, setns};
 use serde_json::json;
@@ -53,18 +54,20 @@ const REACH_LIMIT: Duration = Duration::from_secs(2);
 /// Starts a cluster. On any failure but a time-out, it is taken down again.
 ///
 /// # Errors
-/// Bad input, before anything is made; [`LocalError::Interrupted`] by SIGINT or SIGTERM; [`LocalError::TakenDown`] by another
-/// command; [`LocalError::GivenUp`]; [`LocalError::Late`], which leaves the cluster up.
+/// Bad input, before anything is made; [`LocalError::Interrupted`] by SIGINT, SIGTERM or SIGHUP; [`LocalError::TakenDown`] by
+/// another command; [`LocalError::GivenUp`]; [`LocalError::Late`], which leaves the cluster up.
 pub(crate) async fn run(layout: &Layout, up: Up) -> Result<(), LocalError> {
     refuse_second(layout).await?;
     let failed = || "can't handle signals".to_owned();
-    let (mut interrupt, mut terminate) =
-        (signal(SignalKind::interrupt()).context(failed)?, signal(SignalKind::terminate()).context(failed)?);
+    // SIGHUP: the user's terminal is gone.
+    let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
+    let signals = kinds.map(|kind| signal(kind).map(|signal| (kind, signal)));
+    let mut signals = signals.into_iter().collect::<Result<Vec<_>, _>>().context(failed)?;
+    let ending = signals.iter_mut().map(|(kind, signal)| Box::pin(signal.recv().map(|_| *kind)));
     let begun = OnceLock::new();
     let ended = tokio::select! {
         ended = bring_up(layout, &up, &begun) => ended,
-        _ = interrupt.recv() => Err(LocalError::Interrupted { signal: SignalKind::interrupt().as_raw_value() }),
-        _ = terminate.recv() => Err(LocalError::Interrupted { signal: SignalKind::terminate().as_raw_value() }),
+        (kind, ..) = select_all(ending) => Err(LocalError::Interrupted { signal: kind.as_raw_value() }),
     };
     match (ended, begun.get()) {
         (Ok(()), _) => Ok(()),
