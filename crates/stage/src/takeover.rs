@@ -91,11 +91,20 @@ fn copy(from: &Path, to: &Path) -> Result<(), Refusal> {
 #[derive(Debug, thiserror::Error)]
 enum DumpError {
     #[error("can't be read to its end, so it is not a whole dump")]
-    Read(#[from] io::Error),
+    Read(#[source] io::Error),
+    #[error("can't be read to its end, so it is not a whole dump")]
+    Malformed,
     #[error("is truncated: it is not a whole dump")]
     Truncated,
     #[error("is not a dump of a Flux instance")]
     NotFlux,
+}
+
+impl From<io::Error> for DumpError {
+    fn from(error: io::Error) -> Self {
+        // What tar says quotes the file, which may be any file, with a key in it.
+        if error.raw_os_error().is_some() { Self::Read(error) } else { Self::Malformed }
+    }
 }
 
 /// Reads a whole dump and returns the instance ID in it, if there is one.
@@ -181,6 +190,13 @@ mod tests {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
         check(file.path())
+    }
+
+    #[test]
+    fn no_message_quotes_what_is_not_a_dump() {
+        let error = checked(&b"a secret key\n".repeat(100)).unwrap_err();
+        assert!(!base::error_chain(&error).contains("secret"), "{error:?}");
+        assert!(!format!("{error:?}").contains("secret"));
     }
 
     #[test]
