@@ -81,6 +81,15 @@ fn gangs_of_one_name_in_two_namespaces_are_two() {
     assert_eq!(names, ["default/g", "other/g"]);
 }
 
+/// After a crash of the lead's broker, jobs are submitted in this order, and Flux starts what fits at once.
+#[test]
+fn the_oldest_gang_comes_first_whatever_its_name() {
+    let aged = |name: &str, created| PodView { created, ..pod(name, 1) };
+    let pods = [aged("a", 3000), aged("b", 1000), aged("c", 2000), aged("d", 1000)];
+    let names: Vec<_> = shown(&pods, &facts()).into_iter().map(|gang| gang.1).collect();
+    assert_eq!(names, ["default/b", "default/d", "default/c", "default/a"]);
+}
+
 #[test]
 fn pods_beyond_the_size_are_gangs_of_one() {
     let pods: Vec<_> = (0..4).map(|n| annotated(&format!("p{n}"), "g", 3)).collect();
