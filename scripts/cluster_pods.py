@@ -2,11 +2,12 @@
 """Pods through Flux on a real cluster of four nodes or more: kinds of controllers, gangs, refusals, deletions, restarts, an epoch
 change, a smaller instance and an uninstall, beside pods that must not notice.
 
-    KUBECONFIG=… scripts/cluster_pods.py --manifest FILE --node-shell 'COMMAND {node}' --image IMAGE [--cpu 1]
+    KUBECONFIG=… scripts/cluster_pods.py --manifest FILE --node-shell 'COMMAND {node}' --image IMAGE [--cpu 1] [--pods-per-node 1]
         [--power 'COMMAND {action} {node}'] [--api-server 'COMMAND {action}'] [--runs 5] [--rows WORD,…]
 
-IMAGE has a program that writes a line, sleeps for as many seconds as its first argument says, and exits with its second. A node must
-have room for one pod that requests as much CPU, and for no second one. ConfigMap flux-default of the manifest switches spec.pods on. The action of
+IMAGE has a program that writes a line, sleeps for as many seconds as its first argument says, and exits with its second. CPU
+is one core, that is 2 where a core has two threads, and a node must have room for exactly as many pods that request it; some rows are for one
+on each node. ConfigMap flux-default of the manifest switches spec.pods on. The action of
 --api-server is stop or start. The other arguments are those of cluster_faults.py. Use a cluster that can be damaged; namespace default
 is emptied."""
 
@@ -22,6 +23,8 @@ FORCED = ("terminating", "forced")
 
 class Pods(PodCluster):
     def misses(self, row):
+        if row in ONE_ON_EACH_NODE and self.per_node > 1:
+            return "one pod on each node"
         if row in (Pods.lead_without_power, Pods.node_down) and not self.power_command:
             return "--power"
         return "--api-server" if row == Pods.api_server_gone and not self.api_command else None
@@ -42,30 +45,60 @@ class Pods(PodCluster):
         self.job("gang", 3, True)
         self.have_own_cores(3)
 
-    def have_own_cores(self, count):
-        until_is(count, "so many pods Running", lambda: len(self.running()))
-        taken = {}
-        for name, pod in self.running().items():
-            record = json.loads(pod["metadata"]["annotations"][f"{GROUP}/job"])
-            r = json.loads(self.flux("job", "info", record["id"], "R"))["execution"]
-            node = pod["spec"]["nodeName"]
-            if node not in self.flux("hostlist", "-e", *r["nodelist"]).split():
-                raise Wrong(f"{name} is on {node}, R is {r}")
-            if taken.setdefault((node, record["cores"]), name) != name:
-                raise Wrong(f"{name} has {record}, taken are {taken}")
+    def full(self):
+        """A hundred pods of six kinds in turns, on nodes without room for one more: what does not fit waits and says why, and
+        kubelet refuses none."""
+        each, checked, reasons, run = self.room // 6, set(), set(), 0
+        while len(checked) < 100:
+            run += 1
+            self.create(*[self.a_pod(f"bare{run}-{number}") for number in range(self.room - 5 * each)])
+            self.job(f"work{run}", each, False)
+            self.job(f"gang{run}", each, True)
+            for kind in ("Deployment", "ReplicaSet", "StatefulSet"):
+                self.controller(kind, f"{kind.lower()}{run}", each)
+            self.have_own_cores(self.room)
+            checked |= {pod["metadata"]["uid"] for pod in self.running().values()}
+            self.job(f"later{run}", each, True)
+            until("all that wait say why", lambda: self.tell_why(each, reasons))
+            kubectl("delete", "deployment", f"deployment{run}", "--cascade=foreground")
+            until("the gang runs that has waited", lambda: self.count(f"later{run}") >= each or list(self.running()))
+            self.pod(f"single{run}")
+            until("the pod that waits says why", lambda: self.tell_why(1, reasons))
+            self.have_own_cores(self.room)
+            checked |= {pod["metadata"]["uid"] for pod in self.running().values()}
+            self.none_failed()
+            kubectl("delete", "replicaset,statefulset,jobs,pods", "--all", "--cascade=foreground")
+            until_is({}, "no pods", self.pods)
+        print(f"measured: {len(checked)} pods on the cores of their R; those that wait say {sorted(reasons)}", flush=True)
+
+    def count(self, prefix):
+        return len([name for name in self.running() if name.startswith(prefix)])
+
+    def tell_why(self, count, reasons):
+        """True if so many pods wait, each with a reason."""
+        waiting = [pod for pod in self.pods().values() if pod["status"]["phase"] == "Pending" and "nodeName" not in pod["spec"]]
+        found = [condition for pod in waiting for condition in pod["status"].get("conditions", [])
+                 if condition["type"] == "PodScheduled" and condition["status"] == "False" and condition.get("message")]
+        reasons |= {f"{condition['reason']}: {condition['message']}" for condition in found}
+        return len(waiting) == len(found) == count or (len(waiting), found)
+
+    def none_failed(self):
+        if failed := {name: pod["status"].get("reason") for name, pod in self.pods().items() if pod["status"]["phase"] == "Failed"}:
+            raise Wrong(f"failed: {failed}")
 
     def pairs(self):
-        """Gangs of two on all nodes, and as many that wait."""
-        count = len(self.nodes) // 2
-        for number in range(count):
-            self.gang(f"run{number}", 2)
-        if len(self.nodes) % 2:
+        """Gangs of two nodes on all cores, and as many that wait: a few a time, because creation times are whole seconds. Those that come
+        later have names that come first, and no name comes twice: a lead that loses its last minute brings back jobs of the turn before."""
+        gangs, self.turn = range(self.room // 2), f"t{random.getrandbits(24):06x}"
+        self.create(*[member for number in gangs for member in self.apart(f"{self.turn}-run{number}")])
+        if self.room % 2:
             self.pod("single")
-        self.until_running(len(self.nodes))
-        for number in range(count):
-            name = f"wait{number}"
-            self.gang(name, 2)
-            until(f"{name} queued", lambda name=name: f"default/{name}" in self.queue() or self.queue())
+        self.until_running(self.room)
+        for first in gangs[::4]:
+            names = [f"{self.turn}-wait{99 - first // 4}x{number}" for number in range(len(gangs[first : first + 4]))]
+            self.create(*[member for name in names for member in self.apart(name)])
+            time.sleep(3.2)
+        until_is(len(gangs), "so many gangs queued", lambda: len(self.queue()))
 
     def disturb(self, do, cores_are_given_again=True):
         """Gangs run and gangs wait; then `do`. All is as before, but for the pods on the node that it names."""
@@ -84,18 +117,25 @@ class Pods(PodCluster):
         until("all as before", is_as_before)
         seconds = time.monotonic() - begin
         self.run_on(before)
-        self.the_next_gang_runs(before)
+        self.have_own_cores(len(self.running()), False)
+        self.the_next_gang_runs(before, queue)
         return seconds
 
-    def the_next_gang_runs(self, before):
-        """The first of those that wait, once two nodes are free."""
-        kubectl("delete", "pod", "run0-0", "run0-1", "--wait=false")
-        self.until_next_gang()
-        self.run_on({name: pod for name, pod in before.items() if not name.startswith("run0-")})
+    def the_next_gang_runs(self, before, queue):
+        """The first of those that wait, once two cores are free."""
+        first = f"{self.turn}-run0-"
+        kubectl("delete", "pod", f"{first}0", f"{first}1", "--wait=false")
+        self.until_next_gang(queue)
+        self.run_on({name: pod for name, pod in before.items() if not name.startswith(first)})
         until("no job without its pods", self.has_no_orphans, 30)
+        self.have_own_cores(len(self.running()), False)
 
-    def until_next_gang(self):
-        until("the next gang bound", lambda: {"wait0-0", "wait0-1"} <= self.running().keys() or list(self.running()))
+    def until_next_gang(self, queue):
+        """The others still wait, in their order; another one may run where a lost node has left cores."""
+        name = queue[0].removeprefix("default/")
+        until(f"{name} bound", lambda: {f"{name}-0", f"{name}-1"} <= self.running().keys() or list(self.running()))
+        left = lambda: [name for name in self.queue() if name.startswith(f"default/{self.turn}-wait")]
+        until("the others in their order", lambda: (now := left()) in (queue[1:], queue[2:]) or now)
 
     def has_no_orphans(self):
         jobs = set(self.flux("jobs", "-n", "--filter=running,pending", "-o", "{name}").split())
@@ -105,6 +145,13 @@ class Pods(PodCluster):
 
     def agent_killed(self):
         return self.disturb(lambda lead: self.signal(lead, "KILL", AGENT), False)
+
+    def agent_deleted(self):
+        def do(lead):
+            pods = ours("get", "pods", "-l", "app=install-flux", "--field-selector", f"spec.nodeName={lead}", "-o", "name")
+            ours("delete", pods.strip())
+
+        return self.disturb(do, False)
 
     def broker_terminated(self):
         return self.disturb(lambda lead: self.signal(lead, "TERM", BROKER))
@@ -140,23 +187,25 @@ class Pods(PodCluster):
     def node_down(self):
         """The lead's broker restarts while one gang has a node that is cordoned and a node that is down: the recovery waits for neither."""
         self.pairs()
-        before, lead = self.running(), self.instance()["status"]["lead"]
-        on = {number: [before[f"run{number}-{member}"]["spec"]["nodeName"] for member in range(2)] for number in (0, 1)}
-        free, (cordoned, down) = (0, on[1]) if lead not in on[1] else (1, on[0])
+        before, queue, lead = self.running(), self.queue(), self.instance()["status"]["lead"]
+        on = [[before[f"{self.turn}-run{number}-{member}"]["spec"]["nodeName"] for member in range(2)] for number in range(self.room // 2)]
+        cordoned, down = next(nodes for nodes in on if lead not in nodes)
+        first = next(f"{self.turn}-run{number}-" for number, nodes in enumerate(on) if not {cordoned, down} & set(nodes))
         kubectl("cordon", cordoned)
         self.power("kill", down)
         try:
             self.signal(lead, "KILL", BROKER)
             begin = time.monotonic()
-            kubectl("delete", "pod", f"run{free}-0", f"run{free}-1", "--wait=false")
-            self.until_next_gang()
+            kubectl("delete", "pod", f"{first}0", f"{first}1", "--wait=false")
+            self.until_next_gang(queue)
             seconds = time.monotonic() - begin
         finally:
             self.power("start", down)
             kubectl("uncordon", cordoned)
-        staying = {name: pod for name, pod in before.items() if name.startswith("run") and not name.startswith(f"run{free}-")}
+        staying = {name: pod for name, pod in before.items() if not name.startswith(first)}
         self.run_on({name: pod for name, pod in staying.items() if pod["spec"]["nodeName"] != down})
         until("the cores of all that run held", lambda: self.held() == len(self.running()) or self.held())
+        self.have_own_cores(len(self.running()), False)
         until("no job without its pods", self.has_no_orphans, 30)
         return seconds
 
@@ -166,15 +215,15 @@ class Pods(PodCluster):
         self.set(most - 1)
         until_is(most - 1, "that size", self.size)
         try:
-            for number in range(3 * most):
+            for number in range(3 * self.room):
                 self.gang(f"short{number}", 2, str(random.randint(1, 3)))
-                if number == most:
+                if number == self.room:
                     self.set(None)
         finally:
             self.set(None)
         until("all gangs done", lambda: self.are_done("short") or list(self.running()), 300)
-        self.controller("Deployment", "service", most)
-        self.until_running(most)
+        self.controller("Deployment", "service", self.room)
+        self.have_own_cores(self.room)
 
     def are_done(self, prefix):
         phases = {pod["status"]["phase"] for name, pod in self.pods().items() if name.startswith(prefix)}
@@ -217,18 +266,19 @@ class Pods(PodCluster):
 
     def refused(self):
         """kubelet refuses a member of a Job three times: the others stay, and the Job completes."""
-        most, label = len(self.nodes), f"test.{GROUP}/here"
+        most, label = min(8, self.room), f"test.{GROUP}/here"
         target = next(node for node in self.nodes if node != self.instance()["status"]["lead"])
+        self.leave_room(most, target)
         kubectl("label", "nodes", "--all", "--overwrite", f"{label}=yes")
         self.signal(target, "STOP", KUBELET)
         try:
             begin = time.monotonic()
             self.job("refused", most, True, "120", nodeSelector={label: "yes"})
-            self.until_running(most - 1)
+            self.until_running(self.room - 1)
             before, refused, cores = self.running(), set(), set()
             for turn in range(4):
-                fresh = lambda: [pod for pod in self.pods().values() if pod["spec"].get("nodeName") == target
-                                 and pod["metadata"]["uid"] not in refused]
+                fresh = lambda: [pod for name, pod in self.pods().items() if name.startswith("refused")
+                                 and pod["spec"].get("nodeName") == target and pod["metadata"]["uid"] not in refused]
                 until("a member bound to the node", lambda: bool(fresh()))
                 pod = fresh()[0]
                 name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
@@ -251,6 +301,43 @@ class Pods(PodCluster):
         if len(cores) != 1 or job["spec"]["backoffLimit"] != 6 or job["status"].get("failed") != 3:
             raise Wrong(f"cores {cores}, {job['spec']}, {job['status']}")
         print(f"measured: {time.monotonic() - begin:.0f} s with a member refused 3 times, all of them on one core", flush=True)
+
+    def leave_room(self, count, target):
+        """For so many pods, one of them on that node, and the others spread over the other nodes."""
+        others = [node for node in self.nodes if node != target]
+        free = {target: 1} | {node: len(range(number, count - 1, len(others))) for number, node in enumerate(others)}
+        for node in self.nodes:
+            self.controller("Deployment", f"filler-{node}", self.per_node - free[node], nodeSelector={"kubernetes.io/hostname": node})
+        self.until_running(self.room - count)
+
+    def cancelled(self):
+        """`flux cancel` ends the pods of that gang and of no other: its Job is suspended until somebody resumes it."""
+        size = min(4, self.room // 2)
+        self.job("cancelled", size, True)
+        self.gang("bare", size)
+        self.until_running(2 * size)
+        self.create(*[self.a_pod(f"beside{number}") for number in range(self.room - 2 * size)])
+        self.have_own_cores(self.room)
+        before = {name: pod for name, pod in self.running().items() if name.startswith("beside")}
+        begin = time.monotonic()
+        self.cancel("cancelled", "bare")
+        until_is(len(before), "so many pods left", lambda: len(self.pods()))
+        seconds = time.monotonic() - begin
+        job = self.the_job("cancelled")
+        if not job["spec"].get("suspend") or job["status"].get("failed"):
+            raise Wrong(f"{job['spec']}, {job['status']}")
+        time.sleep(10)
+        self.have_own_cores(len(before))
+        self.run_on(before)
+        kubectl("patch", "job", "cancelled", "--type=merge", "-p", json.dumps({"spec": {"suspend": False}}))
+        self.have_own_cores(len(before) + size)
+        self.run_on(before)
+        return seconds
+
+    def cancel(self, *names):
+        for name in names:
+            lines = self.flux("jobs", "-n", "--filter=running", "-o", "{name} {id}").splitlines()
+            self.flux("cancel", next(line.split()[1] for line in lines if line.split()[0] == f"default/{name}"))
 
     def the_job(self, name):
         return json.loads(kubectl("get", "job", name, "-o", "json"))
@@ -339,8 +426,8 @@ class Pods(PodCluster):
 
     def uninstalled(self):
         """Beside a service that never ends; and what is installed next holds its cores again."""
-        self.controller("Deployment", "service", len(self.nodes))
-        self.until_running(len(self.nodes))
+        self.controller("Deployment", "service", self.room)
+        self.until_running(self.room)
         before, again = self.running(), self.instance()
         ours("delete", "fluxinstance", "flux")
         until_is({}, "hosts clean", self.phases)
@@ -348,18 +435,21 @@ class Pods(PodCluster):
         self.apply("FluxInstance", f"{GROUP}/v1alpha1", "flux", again["spec"], {"namespace": again["metadata"]["namespace"]})
         self.all_online()
         begin = time.monotonic()
-        until_is(len(self.nodes), "all cores held", self.held)
+        until_is(self.room, "all cores held", self.held)
         self.run_on(before)
         return time.monotonic() - begin
 
 
 ROWS = {
     "six kinds of pods": Pods.kinds,
+    "a hundred pods on full nodes": Pods.full,
     "gangs that deadlock": Pods.gangs,
     "a member refused": Pods.refused,
     "deletions": Pods.deletions,
+    "flux cancel": Pods.cancelled,
     "a join": Pods.join,
     "kill -9 of the lead's agent": Pods.agent_killed,
+    "deletion of the lead's agent": Pods.agent_deleted,
     "SIGTERM to the lead's broker": Pods.broker_terminated,
     "kill -9 of the lead's broker": Pods.broker_killed,
     "power of the lead's node": Pods.lead_without_power,
@@ -369,11 +459,13 @@ ROWS = {
     "fewer nodes": Pods.fewer_nodes,
     "uninstall and install": Pods.uninstalled,
 }
+ONE_ON_EACH_NODE = (Pods.gangs, Pods.deletions, Pods.fewer_nodes)
 
 
 def add_arguments(parser):
     parser.add_argument("--image", required=True)
     parser.add_argument("--cpu", default="1")
+    parser.add_argument("--pods-per-node", type=int, default=1)
     parser.add_argument("--api-server", help="a command with {action}, which is stop or start")
 
 

@@ -10,6 +10,18 @@ FOREVER = "1000000"
 SIGNAL = r"""pid=$(for process in /proc/[0-9]*; do line=$(tr '\0' ' ' < $process/{file}); case $line in {pattern}*)
 echo $(sed 's/.*) //' $process/stat | cut -d ' ' -f 20) ${{process#/proc/}};; esac; done 2>/dev/null | sort -n | head -n 1 | cut -d ' ' -f 2)
 [ -n "$pid" ] && kill -{name} $pid"""
+# Each core of each job that runs: the job, the node, the rank and the core.
+GIVEN = """import flux
+from flux.hostlist import Hostlist
+from flux.idset import IDset
+from flux.job import JobList, job_kvs_lookup
+handle = flux.Flux()
+for job in JobList(handle, filters=["running"], max_entries=0).jobs():
+    execution = job_kvs_lookup(handle, job.id, keys=["R"], decode=True)["R"]["execution"]
+    cores = {rank: entry["children"]["core"] for entry in execution["R_lite"] for rank in IDset(entry["rank"])}
+    for node, rank in zip(Hostlist(execution["nodelist"]), sorted(cores)):
+        for core in IDset(cores[rank]):
+            print(job.id.f58plain, node, rank, core)"""
 AGENT, BROKER, KUBELET = ("cmdline", "/flux-distribute?agent"), ("cmdline", "broker?--config-path"), ("comm", "kubelet")
 
 
@@ -21,6 +33,8 @@ class PodCluster(Cluster):
     def __init__(self, arguments):
         super().__init__(arguments)
         self.image, self.cpu, self.api_command = arguments.image, arguments.cpu, arguments.api_server
+        self.per_node = arguments.pods_per_node
+        self.room = self.per_node * len(self.nodes)
 
     def api_server(self, action):
         run(*shlex.split(self.api_command.format(action=action)))
@@ -55,8 +69,26 @@ class PodCluster(Cluster):
         return {pod["metadata"]["name"]: pod for pod in found}
 
     def held(self):
-        """Nodes with cores that Flux has given out."""
-        return int(self.flux("resource", "list", "-s", "allocated", "-no", "{nnodes}") or 0)
+        """Cores that Flux has given out: a pod has one."""
+        return int(self.flux("resource", "list", "-s", "allocated", "-no", "{ncores}") or 0)
+
+    def have_own_cores(self, count, are_fresh=True):
+        """So many pods run. Their nodes and cores are those of R of all jobs: each has one, and no job has another. What a
+        restart has given again may be another core of the same node, which the pod's annotation does not tell."""
+        self.until_running(count)
+        given = {}
+        for job, node, rank, core in map(str.split, self.flux("python", "-c", GIVEN).splitlines()):
+            if given.setdefault((node, core), (job, int(rank))) != (job, int(rank)):
+                raise Wrong(f"core {core} of {node} is in two jobs: {given}")
+        pods = self.running()
+        nodes, of_jobs = sorted(pod["spec"]["nodeName"] for pod in pods.values()), sorted(node for node, _ in given)
+        if nodes != of_jobs:
+            raise Wrong(f"the pods' nodes are {nodes}, those of the cores that jobs have are {of_jobs}")
+        for name, pod in pods.items() if are_fresh else ():
+            record = json.loads(pod["metadata"]["annotations"][f"{GROUP}/job"])
+            found = given.pop((pod["spec"]["nodeName"], record["cores"]), None)
+            if found != (record["id"].replace("ƒ", "f"), record["rank"]):
+                raise Wrong(f"{name} is on {pod['spec']['nodeName']} with {record}, R is of {found}, the other cores are of {given}")
 
     def running(self):
         return {name: pod for name, pod in self.pods().items() if pod["status"]["phase"] == "Running"}
@@ -87,21 +119,40 @@ class PodCluster(Cluster):
         container["resources"] = {"requests": {"cpu": self.cpu}}
         return {"schedulerName": "flux", "terminationGracePeriodSeconds": 2, "containers": [container]} | more
 
-    def apply(self, kind, version, name, spec, metadata=None):
-        made = {"apiVersion": version, "kind": kind, "metadata": {"name": name} | (metadata or {}), "spec": spec}
-        kubectl("apply", "-f", "-", stdin=json.dumps(made))
+    @staticmethod
+    def made(kind, version, name, spec, metadata=None):
+        return {"apiVersion": version, "kind": kind, "metadata": {"name": name} | (metadata or {}), "spec": spec}
+
+    @staticmethod
+    def create(*made):
+        kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": made}))
+
+    def apply(self, *what):
+        self.create(self.made(*what))
+
+    def a_pod(self, name, seconds=FOREVER, metadata=None, **more):
+        return self.made("Pod", "v1", name, self.template(seconds, restartPolicy="Never", **more), metadata)
 
     def pod(self, name, seconds=FOREVER, annotations=None, **more):
-        spec = self.template(seconds, restartPolicy="Never", **more)
-        self.apply("Pod", "v1", name, spec, {"annotations": annotations or {}})
+        self.create(self.a_pod(name, seconds, {"annotations": annotations or {}}, **more))
+
+    def members(self, name, size, seconds=FOREVER, **more):
+        """Pods of one gang."""
+        metadata = {"annotations": {f"{GROUP}/gang": name, f"{GROUP}/gang-size": str(size)}, "labels": {"gang": name}}
+        return [self.a_pod(f"{name}-{member}", seconds, metadata, **more) for member in range(size)]
 
     def gang(self, name, size, seconds=FOREVER, **more):
-        for member in range(size):
-            self.pod(f"{name}-{member}", seconds, {f"{GROUP}/gang": name, f"{GROUP}/gang-size": str(size)}, **more)
+        self.create(*self.members(name, size, seconds, **more))
 
-    def controller(self, kind, name, replicas):
+    def apart(self, name):
+        """Two members, each on a node of its own."""
+        own = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"gang": name}}}
+        apart = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [own]}}
+        return self.members(name, 2, affinity=apart)
+
+    def controller(self, kind, name, replicas, **more):
         labels = {"app": name}
-        template = {"metadata": {"labels": labels}, "spec": self.template(FOREVER)}
+        template = {"metadata": {"labels": labels}, "spec": self.template(FOREVER, **more)}
         spec = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
         self.apply(kind, "apps/v1", name, spec | ({"serviceName": name} if kind == "StatefulSet" else {}))
 
