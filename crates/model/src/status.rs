@@ -358,7 +358,11 @@ fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus
         let report = seen.reports.get(&member.node);
         let unreachable = match (is_unreachable(rank), members.is_ready(rank)) {
             (true, true) => Some("its broker does not answer the others".to_owned()),
-            (true, false) => Some("its Node is not Ready, and its broker does not answer the others".to_owned()),
+            (true, false) => Some(
+                "its Node is not Ready, and its broker does not answer the others (if it is lost for good, another node can lead: \
+                 docs/state.md, `flux-distribute recover`)"
+                    .to_owned(),
+            ),
             (false, false) => Some("its Node is not Ready".to_owned()),
             (false, true) => None,
         };
