@@ -127,12 +127,12 @@ finish() {
     trap - EXIT
     rm -f "$output"
     local end="it did not get to its end"
-    [ "$code" != 130 ] || end=interrupted
+    [ "$code" -lt 129 ] || end=interrupted
     # `local up` takes down itself what it gives up, and says so.
     if [ "$code" != 0 ] && [ -e "$state" ]; then
         echo "demo: $end, and is taken down"
         "${sudo[@]}" "$binary" local down
-    elif [ "$code" = 130 ]; then
+    elif [ "$code" -ge 129 ]; then
         echo "demo: interrupted"
     fi
     exit "$code"
@@ -140,6 +140,8 @@ finish() {
 trap finish EXIT
 # The terminal sends Ctrl-C to all of them. tee stays until `local up` has said its last word.
 trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
 run local up --nodes "$nodes" --pods --timeout "${TIMEOUT:-20m}" "${option[@]}" "${source[@]}" | tee -i "$output"
 if ! grep -q '^stand-in, no Flux' "$output"; then
     why=
@@ -200,5 +202,7 @@ else
 fi
 echo
 echo "It is still up: ${sudo[*]:+${sudo[*]} }$binary local --help"
-echo "Take it down:   make demo-down"
+# What another shell needs to find this cluster.
+settings=${BINARY:+BINARY=$BINARY }${FLUX_DISTRIBUTE_LOCAL_DIR:+FLUX_DISTRIBUTE_LOCAL_DIR=$FLUX_DISTRIBUTE_LOCAL_DIR }
+echo "Take it down:   ${settings}make demo-down"
 [ -z "$why" ] || echo "No Flux ran in this demo: $why."
