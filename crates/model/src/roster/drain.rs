@@ -87,7 +87,6 @@ fn reason(
 fn waits_for_broker(members: &Members, rank: Rank) -> Option<&'static str> {
     match () {
         () if !members.is_online(rank) => Some("its broker is not online yet"),
-        () if !members.is_ready(rank) => Some("its Node is not Ready"),
         () if !members.is_report_of_this_boot(rank) => Some("its agent has not reported since the node booted"),
         () => None,
     }

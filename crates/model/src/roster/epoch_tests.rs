@@ -338,9 +338,6 @@ fn a_node_that_is_uncordoned_after_a_reboot_stays_drained_until_its_new_broker_i
     world.reports.get_mut("node1").unwrap().offline = vec![1];
     assert_eq!(drained(&mut world, NodePhase::Online, "old"), because("its broker is not online yet"));
     world.reports.get_mut("node1").unwrap().offline.clear();
-    world.nodes[1].ready = false;
-    assert_eq!(drained(&mut world, NodePhase::Online, "old"), because("its Node is not Ready"));
-    world.nodes[1].ready = true;
     world.nodes[1].boot_id = "new".to_owned();
     assert_eq!(drained(&mut world, NodePhase::Starting, "new"), because("its broker is not online yet"));
     assert_eq!(drained(&mut world, NodePhase::Online, "new"), None);
