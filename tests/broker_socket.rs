@@ -6,6 +6,8 @@
 mod needs;
 mod support;
 
+use std::path::Path;
+
 use broker::{
     message::{ANY, LEAD},
     rfc3::{Client, RpcError},
@@ -14,7 +16,7 @@ use broker::{
 use futures::{Stream, StreamExt};
 use serde_json::{Value, json};
 use support::{
-    real_broker::{configure, connect, flux, soon, start},
+    real_broker::{RealBroker, configure, connect, flux, soon, start},
     stand_in::{Service, StandIn},
 };
 
@@ -133,16 +135,22 @@ async fn membership_changes_arrive_until_the_broker_dies() {
 async fn a_follower_receives_the_leads_heartbeat() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
-    configure(&flux, base.path(), 4, "0-1");
-    let lead = start(&flux, base.path(), 0);
-    let client = connect(&lead).await;
-    until_it_runs(&mut watch(&client).unwrap()).await;
+    let (_lead, _client) = running_lead(&flux, base.path()).await;
     let follower = start(&flux, base.path(), 1);
     let at_follower = connect(&follower).await;
     let mut pulses = at_follower.subscribe("heartbeat.pulse").await.unwrap();
     for _ in 0..2 {
         assert_eq!(soon(pulses.recv()).await.unwrap(), "heartbeat.pulse");
     }
+}
+
+/// A real lead of four declared ranks, in state run.
+async fn running_lead(flux: &Path, base: &Path) -> (RealBroker, Client) {
+    configure(flux, base, 4, "0-1");
+    let lead = start(flux, base, 0);
+    let client = connect(&lead).await;
+    until_it_runs(&mut watch(&client).unwrap()).await;
+    (lead, client)
 }
 
 async fn until_it_runs(changes: &mut (impl Stream<Item = Change> + Unpin)) {
@@ -191,10 +199,7 @@ async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
 async fn a_drain_takes_a_reason_away_only_if_it_is_meant_to() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
-    configure(&flux, base.path(), 4, "0-1");
-    let lead = start(&flux, base.path(), 0);
-    let client = connect(&lead).await;
-    until_it_runs(&mut watch(&client).unwrap()).await;
+    let (_lead, client) = running_lead(&flux, base.path()).await;
     let one = "1".parse().unwrap();
     let drained = async || {
         let drained = instance(&client).await.unwrap().drained.remove(0);
