@@ -82,16 +82,16 @@ fn verify_one(
     let mut differences: Vec<_> = differences.into_iter().map(in_utf8).collect();
     differences.sort();
     differences.dedup();
-    let mut differences = at_most(differences);
-    differences.sort();
+    let differences = at_most(differences);
     Ok(Verified { path, digest: digest.to_owned(), files, bytes, differences })
 }
 
-/// As many of `differences` as an answer may name. Extra files come last: other users may have made enough of them to push
-/// damage off the list.
+/// As many of `differences` as an answer may name, sorted. Extra files are left out first: other users may have made enough
+/// of them to push damage off the list.
 pub(super) fn at_most(mut differences: Vec<Difference>) -> Vec<Difference> {
     differences.sort_by_key(|difference| difference.what == What::Extra);
     differences.truncate(MOST_DIFFERENCES);
+    differences.sort();
     differences
 }
 
