@@ -207,3 +207,37 @@ async fn kubectl_applies_a_manifest_for_a_real_cluster() {
     kubectl.works(&["describe", "-f", "-"], INSTALLER).await;
     kubectl.works(&["delete", "-f", "-", "--timeout=20s"], INSTALLER).await;
 }
+
+const KINDS_THAT_ARE_NOT_SERVED: &str = r"
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: service}
+spec: {}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: service}
+spec: {}
+";
+
+const POD: &str = r"
+apiVersion: v1
+kind: Pod
+metadata: {name: one}
+spec: {nodeName: node1, containers: [{name: main, image: 'image:1'}]}
+";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_server_lacks_is_named_and_nothing_waits_for_it() {
+    let Some(kubectl) = serve_kubectl().await else { return };
+    kubectl.works(&["apply", "-f", "-"], NAMESPACE).await;
+    let (good, text) = kubectl.run(&["apply", "-f", "-"], KINDS_THAT_ARE_NOT_SERVED).await;
+    for kind in ["Deployment", "Service"] {
+        assert!(!good && text.contains(&format!("no matches for kind \"{kind}\"")), "{text}");
+    }
+    kubectl.works(&["apply", "-f", "-"], POD).await;
+    for command in [&["logs", "one"][..], &["exec", "one", "--", "ls"], &["attach", "one"]] {
+        let (good, text) = kubectl.run(command, "").await;
+        assert!(!good && text.contains("flux-distribute local logs NODE"), "{command:?}: {text}");
+    }
+}

@@ -71,6 +71,11 @@ pub enum ApiError {
     /// The path doesn't support the verb.
     #[error("the server does not allow this method on the requested resource")]
     MethodNotAllowed,
+    /// Only a kubelet could answer.
+    #[error(
+        "this API server has no kubelets to ask: use `flux-distribute local logs NODE`, and `flux-distribute local exec NODE [--agent] -- COMMAND`"
+    )]
+    NoKubelet,
     /// The body's content type is not supported.
     #[error("the body of the request was in an unknown format - accepted media types include: {0}")]
     UnsupportedMediaType(&'static str),
@@ -114,7 +119,7 @@ impl ApiError {
             Self::Forbidden { .. } => (403, "Forbidden"),
             Self::Expired { .. } => (410, "Expired"),
             Self::Unauthorized => (401, "Unauthorized"),
-            Self::MethodNotAllowed => (405, "MethodNotAllowed"),
+            Self::MethodNotAllowed | Self::NoKubelet => (405, "MethodNotAllowed"),
             Self::UnsupportedMediaType(_) => (415, "UnsupportedMediaType"),
             Self::Internal(_) => (500, "InternalError"),
         }

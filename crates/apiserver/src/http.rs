@@ -21,7 +21,7 @@ use super::{
     error::ApiError,
     fault::{Faults, Peer, Switch, inject},
     patch::Patch,
-    request::{Form, Query, Subresource, Target},
+    request::{Form, Query, Subresource, Target, needs_kubelet},
     selector::Filter,
     store::Store,
     tls::{Identity, TlsListener},
@@ -31,6 +31,12 @@ use super::{
 
 /// The largest accepted body, as in a real server.
 const MAX_BODY: usize = 3 << 20;
+
+/// Where kubectl looks for the schema of a kind that is not in OpenAPI v3, before it says that the server does not have that kind.
+const OPENAPI_V2: &str = "/openapi/v2";
+
+/// In this encoding, nothing is an empty schema.
+const OPENAPI_V2_TYPE: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
 
 /// How long open requests may continue after shutdown has begun.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
@@ -114,6 +120,9 @@ async fn respond(app: App, request: Request) -> Result<Response, ApiError> {
         if matches!(path, "/healthz" | "/livez" | "/readyz") {
             return Ok("ok".into_response());
         }
+        if path == OPENAPI_V2 {
+            return Ok([(header::CONTENT_TYPE, OPENAPI_V2_TYPE)].into_response());
+        }
         if path == CALLS {
             return Ok(json_response(StatusCode::OK, &json!(app.asked.calls())));
         }
@@ -121,6 +130,9 @@ async fn respond(app: App, request: Request) -> Result<Response, ApiError> {
             app.asked.note_path(&parts);
             return Ok(json_response(StatusCode::OK, &answer));
         }
+    }
+    if needs_kubelet(path) {
+        return Err(ApiError::NoKubelet);
     }
     let target = Target::parse(path).filter(|target| app.store.serves(target.resource)).ok_or(ApiError::NoSuchPath)?;
     let query = Query::parse(parts.uri.query().unwrap_or_default())?;

@@ -95,6 +95,12 @@ impl Target {
     }
 }
 
+/// True for the parts of a pod that a real server asks a kubelet for.
+pub fn needs_kubelet(path: &str) -> bool {
+    let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
+    matches!(parts[..], ["api", "v1", "namespaces", _, "pods", _, "log" | "exec" | "attach" | "portforward"])
+}
+
 /// The query of a request.
 #[derive(Debug, Default)]
 pub struct Query {
