@@ -9,13 +9,50 @@ pub mod words;
 /// An error and its causes as one sentence, for a log, the wire, and errors that can't carry a source. Without the
 /// credentials of URLs: the errors of libraries name what they asked.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut sentence = error.to_string();
+    let mut sentence = without_debug(error.to_string());
     for cause in std::iter::successors(error.source(), |cause| cause.source()) {
-        let words = cause.to_string();
+        let words = without_debug(cause.to_string());
         // Many errors repeat their source in their own words.
         if !sentence.contains(&words) {
             sentence = format!("{sentence}: {words}");
         }
     }
     redact::redacted(&sentence)
+}
+
+/// `words` of an error that may be, or quote, one of crate kube: after the API server's words that one has all fields of the answer,
+/// in the syntax of Rust.
+fn without_debug(mut words: String) -> String {
+    if let Some(begin) = words.find(" (Status { ")
+        && let Some(end) = words.rfind(" })")
+        && begin < end
+    {
+        words.replace_range(begin..end + " })".len(), "");
+    }
+    words.replace("ApiError: ", "")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{0}")]
+    struct Says(&'static str, #[source] Option<Box<Says>>);
+
+    #[test]
+    fn an_error_and_its_causes_become_one_sentence_without_the_fields_of_an_answer() {
+        let answer = "ApiError: leases \"a\" not found: NotFound (Status { status: Some(Failure), details: Some(Details { uid: \"\" }) })";
+        for (error, sentence) in [
+            (Says("can't read", Some(Box::new(Says("no such file", None)))), "can't read: no such file"),
+            (Says("no such file", Some(Box::new(Says("no such file", None)))), "no such file"),
+            (
+                Says("can't read it", Some(Box::new(Says(answer, None)))),
+                "can't read it: leases \"a\" not found: NotFound",
+            ),
+            (Says("can't (Status {", None), "can't (Status {"),
+        ] {
+            assert_eq!(error_chain(&error), sentence);
+        }
+    }
 }

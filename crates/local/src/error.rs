@@ -12,6 +12,12 @@ pub enum LocalError {
     /// There is no local cluster.
     #[error("no local cluster is up; start one with `flux-distribute local up`")]
     NotUp,
+    /// The cluster has no FluxInstance.
+    #[error(
+        "there is no FluxInstance; create one with `flux-distribute local create FILE`, or with kubectl and the kubeconfig of `flux-distribute local \
+         kubeconfig`"
+    )]
+    NoInstance,
     /// A cluster is running, or an earlier one left files.
     #[error("a local cluster is {state} in {directory}; take it down first with `flux-distribute local down`")]
     AlreadyUp {

@@ -17,5 +17,8 @@ pub(crate) async fn run(layout: &Layout) -> Result<(), LocalError> {
     let instances: Api<FluxInstance> = Api::default_namespaced(client);
     let patch = json!({ "metadata": { "annotations": { ANNOTATION_RESTART: Timestamp::now().to_string() } } });
     let patched = instances.patch(api::INSTANCE, &PatchParams::default(), &Patch::Merge(patch)).await;
-    patched.map(drop).context(|| "can't annotate the FluxInstance".to_owned())
+    match patched {
+        Err(kube::Error::Api(status)) if status.is_not_found() => Err(LocalError::NoInstance),
+        patched => patched.map(drop).context(|| "can't annotate the FluxInstance".to_owned()),
+    }
 }

@@ -45,21 +45,27 @@ pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
     } else {
         let instances: Api<DeserializeGuard<FluxInstance>> = Api::default_namespaced(client);
         let instance = instances.get_opt(api::INSTANCE).await.context(|| "can't read the FluxInstance".to_owned())?;
-        let status = instance.and_then(|instance| instance.0.ok()).and_then(|instance| instance.status);
-        let first = status.map(|status| format!("INSTANCE  {}\n", wait::describe(&status)));
-        first.unwrap_or_default() + &table(&lines)
+        let first = match instance.map(|instance| instance.0) {
+            None => "there is no FluxInstance".to_owned(),
+            Some(Err(_)) => {
+                "another version of flux-distribute wrote the FluxInstance, and this one can't read it".to_owned()
+            }
+            Some(Ok(instance)) => wait::describe(&instance.status.unwrap_or_default()),
+        };
+        format!("INSTANCE  {first}\n{}", table(&lines))
     };
     std::io::stdout().write_all(text.as_bytes()).context(|| "can't write to stdout".to_owned())
 }
 
 fn line(flux_node: Option<FluxNode>, node: NodeView) -> Line {
     let rank = flux_node.as_ref().and_then(|flux_node| flux_node.spec.rank);
+    let reason = flux_node.as_ref().and_then(|flux_node| flux_node.spec.reason.clone());
     let status = flux_node.and_then(|flux_node| flux_node.status);
     Line {
         rank,
         phase: status.as_ref().map(|status| format!("{:?}", status.phase)),
         broker_pid: status.as_ref().and_then(|status| status.adopted.as_ref()).map(|broker| broker.pid),
-        message: node.error.clone().or_else(|| Some(wait::for_local(&status?.message?))),
+        message: node.error.clone().or_else(|| Some(wait::for_local(&status?.message.or(reason)?))),
         node,
     }
 }
