@@ -60,7 +60,7 @@ impl NoPlace {
         let reasons: Vec<_> =
             self.reasons.iter().map(|(reason, nodes)| format!("{nodes} {}", reason.words())).collect();
         let permitted = self.nodes - self.reasons.values().sum::<usize>();
-        let mut words = format!("{permitted} of {} permit it", base::words::many(self.nodes as u64, "node"));
+        let mut words = format!("may run on {permitted} of {}", base::words::many(self.nodes as u64, "node"));
         if !reasons.is_empty() {
             words = format!("{words}: {}", reasons.join(", "));
         }

@@ -137,13 +137,13 @@ fn a_gang_that_fits_on_no_idle_nodes_is_told_why() {
         pods
     };
     for (pods, words) in [
-        (gang(11, |_| {}), "3 of 3 nodes permit it; they have cores for 10 of its 11 pods"),
-        (gang(4, |p| plan(p).spreads = Ok(true)), "3 of 3 nodes permit it; they have cores for 3 of its 4 pods"),
-        (gang(1, |p| p.requests.cpu = 5000), "0 of 3 nodes permit it: 3 with too few cores"),
-        (gang(1, |p| p.requests.memory = 1 << 41), "0 of 3 nodes permit it: 3 with too little memory"),
+        (gang(11, |_| {}), "may run on 3 of 3 nodes; they have cores for 10 of its 11 pods"),
+        (gang(4, |p| plan(p).spreads = Ok(true)), "may run on 3 of 3 nodes; they have cores for 3 of its 4 pods"),
+        (gang(1, |p| p.requests.cpu = 5000), "may run on 0 of 3 nodes: 3 with too few cores"),
+        (gang(1, |p| p.requests.memory = 1 << 41), "may run on 0 of 3 nodes: 3 with too little memory"),
         (
             gang(3, |p| p.requests.cpu = 3000),
-            "2 of 3 nodes permit it: 1 with too few cores; they have cores for 2 of its 3 pods",
+            "may run on 2 of 3 nodes: 1 with too few cores; they have cores for 2 of its 3 pods",
         ),
     ] {
         let error = placed(&pods, &targets(&[4, 4, 2]), &[], &Facts::default(), None).unwrap_err();

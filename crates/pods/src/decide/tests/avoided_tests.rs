@@ -78,7 +78,7 @@ fn a_full_node_with_reserved_cpu_is_no_endless_loop() {
     bed.create((0..4).map(|n| pod(&format!("p{n}"), 1)));
     bed.pass(60 * SECOND);
     assert_eq!(bed.bound().len(), 3);
-    assert!(bed.told("p3").starts_with("Unschedulable: 0 of 1 node permit it: 1 where its pods did not fit"));
+    assert!(bed.told("p3").starts_with("Unschedulable: may run on 0 of 1 node: 1 where its pods did not fit"));
     assert!(bed.done.len() < 40, "{}", bed.done.len());
     bed.end("p0", Phase::Succeeded);
     bed.settle();

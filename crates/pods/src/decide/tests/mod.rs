@@ -200,7 +200,10 @@ fn a_job_is_submitted_again_if_it_may_run_elsewhere_by_now() {
     plan(&mut picky).rules.selector.insert("gpu".into(), "yes".into());
     bed.create([picky, pod("b", 1)]);
     bed.settle();
-    assert_eq!(bed.told("a"), "Unschedulable: 0 of 2 nodes permit it: 2 not selected by nodeSelector or node affinity");
+    assert_eq!(
+        bed.told("a"),
+        "Unschedulable: may run on 0 of 2 nodes: 2 not selected by nodeSelector or node affinity"
+    );
     assert_eq!(bed.shown_jobs(), ["default/b 1x1 waits"]);
     bed.seen.targets.get_mut(&0).unwrap().labels.insert("gpu".into(), "yes".into());
     bed.pass(5 * SECOND);
