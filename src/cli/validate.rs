@@ -36,7 +36,7 @@ pub struct ValidateArguments {
     /// The file, YAML or JSON; - reads stdin
     file: PathBuf,
     /// Show what would change, and when, against the FluxInstance in this file, such as the output of `kubectl get fxi
-    /// flux -o yaml`; - reads stdin
+    /// flux -o yaml`; - reads stdin. A field that only the latter sets counts as removed
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
     /// Output format
@@ -130,7 +130,7 @@ impl Report<'_> {
             "notLookedAt": self.others,
         });
         if let Some(changes) = &self.changes {
-            let change = |change: &Change| json!({"field": format!("spec.{}", change.field), "effect": change.effect.to_string()});
+            let change = |Change { field, effect, is_removed }: &Change| json!({"field": format!("spec.{field}"), "effect": effect.to_string(), "removed": is_removed});
             json["changes"] = changes.iter().map(change).collect();
         }
         format!("{json:#}\n")
@@ -145,9 +145,7 @@ impl Report<'_> {
             None if self.sets_nothing => "valid; it sets no field, so each has its default\n".to_owned(),
             None => "valid\n".to_owned(),
             Some([]) => "nothing would change\n".to_owned(),
-            Some(changes) => {
-                changes.iter().map(|change| format!("spec.{}: {}\n", change.field, change.effect)).collect()
-            }
+            Some(changes) => changes.iter().map(|change| format!("{change}\n")).collect(),
         };
         if !self.others.is_empty() {
             text.push_str(&format!("not checked: {}\n", self.others.join(", ")));

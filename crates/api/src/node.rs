@@ -88,8 +88,9 @@ pub struct FluxNodeSpec {
     /// Where this node fetches the package set. If unset, it waits until another node has the archives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fetch_from: Option<FetchFrom>,
-    /// Why this node gets no rank, or starts no broker: it is not eligible, its prefix differs, there is no room for it, its
-    /// Node is gone, or the broker that it had a rank for must not end yet.
+    /// Why this node gets no rank, starts no broker, or gets no jobs: it is not eligible, its prefix differs, there is no room for it,
+    /// its Node is gone, the broker that it had a rank for must not end yet, the other brokers don't hear from it, or somebody has
+    /// drained it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }

@@ -1,6 +1,6 @@
 //! When a change of the spec takes effect, in one place for every field of a FluxInstance's spec.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use serde_json::Value;
 
@@ -73,14 +73,23 @@ pub struct Change {
     pub field: String,
     /// When it takes effect.
     pub effect: Effect,
+    /// True if only the old spec sets it, so that it gets its default.
+    pub is_removed: bool,
+}
+
+impl std::fmt::Display for Change {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let removed = if self.is_removed { " (no longer set, so it gets its default)" } else { "" };
+        write!(f, "spec.{}{removed}: {}", self.field, self.effect)
+    }
 }
 
 /// Returns the fields that differ between two specs, sorted by path.
 pub fn changes(old: &FluxInstanceSpec, new: &FluxInstanceSpec) -> Vec<Change> {
-    let mut fields = BTreeSet::new();
+    let mut fields = BTreeMap::new();
     let value = |spec: &FluxInstanceSpec| serde_json::to_value(spec).unwrap_or_default();
     differing(&value(old), &value(new), String::new(), &mut fields);
-    fields.into_iter().map(|field| Change { effect: effect(&field), field }).collect()
+    fields.into_iter().map(|(field, is_removed)| Change { effect: effect(&field), field, is_removed }).collect()
 }
 
 /// When a change of `field` takes effect. An unknown field counts as [`Effect::NextEpoch`]: announcing a restart that
@@ -92,7 +101,7 @@ pub fn effect(field: &str) -> Effect {
     known.map_or(Effect::NextEpoch, |(_, effect)| *effect)
 }
 
-fn differing(old: &Value, new: &Value, path: String, found: &mut BTreeSet<String>) {
+fn differing(old: &Value, new: &Value, path: String, found: &mut BTreeMap<String, bool>) {
     match (old, new) {
         _ if old == new => {}
         (Value::Object(before), Value::Object(after)) => {
@@ -106,7 +115,7 @@ fn differing(old: &Value, new: &Value, path: String, found: &mut BTreeSet<String
                 );
             }
         }
-        _ => drop(found.insert(path)),
+        _ => drop(found.insert(path, new.is_null())),
     }
 }
 
@@ -160,6 +169,14 @@ mod tests {
             let is_next = matches!(effect, Effect::NextEpoch | Effect::NextEpochNewOwner);
             assert_eq!(is_next, restarts, "{value}");
         }
+    }
+
+    #[test]
+    fn a_field_that_only_the_old_spec_sets_is_removed() {
+        let (old, new) = (spec(&json!({"size": 2, "maxSize": 9})), spec(&json!({"size": 3})));
+        let [max_size, size] = &changes(&old, &new)[..] else { panic!("two changes") };
+        assert!(max_size.is_removed && max_size.to_string().starts_with("spec.maxSize (no longer set"), "{max_size}");
+        assert!(!size.is_removed && size.to_string().starts_with("spec.size: takes effect at once"), "{size}");
     }
 
     #[test]

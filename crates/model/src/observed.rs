@@ -61,9 +61,9 @@ pub fn is_shut_down(seen: &Observed, roster: &Roster) -> bool {
 
 /// Ranks that someone other than flux-distribute has drained, from the last report of the lead's agent. Flux stores a
 /// drain by rank and name, so a node that took such a rank would get no jobs.
-pub(crate) fn drained_by_others(seen: &Observed, roster: &Roster) -> IdSet {
-    let lead = roster.lead().and_then(|lead| seen.reports.get(&lead.node));
-    lead.map(|report| report.drained_by_others.clone()).unwrap_or_default()
+pub(crate) fn drained_by_others<'a>(seen: &'a Observed, roster: &Roster) -> Option<&'a IdSet> {
+    let report = seen.reports.get(&roster.lead()?.node)?;
+    Some(&report.drained_by_others)
 }
 
 /// The maximum number of members. Ignores a size of 0: this also runs for a spec that can't be served.
@@ -81,7 +81,8 @@ pub(crate) fn no_room(seen: &Observed, roster: &Roster) -> Option<String> {
     let drained = drained_by_others(seen, roster);
     let is_taken = |rank| {
         let entry = roster.ranks.get(&rank);
-        entry.is_some_and(|entry| entry.member.is_some() || entry.reserved_for.is_some()) || drained.contains(rank)
+        entry.is_some_and(|entry| entry.member.is_some() || entry.reserved_for.is_some())
+            || drained.is_some_and(|drained| drained.contains(rank))
     };
     (1..max_size).all(is_taken).then(|| {
         format!(

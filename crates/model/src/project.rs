@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     lead::LEAD_PATIENCE,
-    observed::{Observed, is_shut_down, no_room},
+    observed::{Observed, drained_by_others, is_shut_down, no_room},
     tree::parent,
 };
 use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
@@ -127,6 +127,9 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
             Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN_MESSAGE.to_owned()),
             Want::Install => first_lead_failure(roster),
             Want::Run if spec.lost_by_lead => Some("the other brokers do not hear from its broker".to_owned()),
+            Want::Run if drained_by_others(seen, roster).is_some_and(|ranks| ranks.contains(rank)) => {
+                Some("somebody has drained it in Flux: `flux resource drain` shows why".to_owned())
+            }
             _ => None,
         };
         let entry = roster.ranks.get(&rank);

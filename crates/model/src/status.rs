@@ -96,7 +96,12 @@ pub fn status(
     let cores_lost = members.and_then(|members| members.report(0)?.held_back_job.as_deref());
     let mut findings = progress(seen, planned, obstacle, &next, standing);
     let pods_wait = next.pods.as_ref().and_then(|pods| pods.waits_for.as_deref());
-    findings.extend(pods_wait.map(|what| Finding::new(Weight::PodsWait, format!("Flux schedules no pods: {what}"))));
+    findings.extend(pods_wait.map(|what| {
+        let words = format!("Flux schedules no pods: {what}");
+        // While nodes come up, it is often only a part of the same progress.
+        let words = if complete { words } else { format!("{}; {words}", explain(seen, planned, &next)) };
+        Finding::new(Weight::PodsWait, words)
+    }));
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
     let if_true =
         |weight, (is_true, _, message): &ConditionValue| is_true.then(|| Finding::new(weight, message.clone()));
@@ -581,6 +586,13 @@ mod tests {
         assert_eq!((fine.pods.as_ref(), fine.message.as_deref()), (Some(&counts), Some("2 of 2 nodes online")));
         let waits = told(&mut world, PodCounts { waits_for: Some("can't watch pods: 403".to_owned()), ..counts });
         assert_eq!(waits.message.as_deref(), Some("Flux schedules no pods: can't watch pods: 403"));
+
+        let report = world.reports.get_mut("node2").unwrap();
+        (report.phase, report.message, report.adopted) = (NodePhase::Starting, Some("syncing".to_owned()), None);
+        let starts = status_of(&world).message.unwrap();
+        let expected =
+            "1 of 2 nodes online; node2 (rank 1, not started): syncing; Flux schedules no pods: can't watch pods: 403";
+        assert_eq!(starts, expected, "the progress of a start stays visible");
     }
 
     #[test]

@@ -83,7 +83,10 @@ pub struct ResetArguments {
 #[non_exhaustive]
 pub enum TakeoverError {
     /// The command was not run on the node that shall lead, whose host it prepares.
-    #[error("this is node {here}: run it in the pod of node {lead} (kubectl -n {NAMESPACE} get pods -o wide)")]
+    #[error(
+        "this is node {here}: run it in the pod of node {lead} (`kubectl -n {NAMESPACE} get pods -o wide` shows which one that is; in local mode, \
+         `flux-distribute local exec {lead} --agent -- …`)"
+    )]
     Elsewhere {
         /// The node it was run on.
         here: String,

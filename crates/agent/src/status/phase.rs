@@ -75,7 +75,8 @@ pub fn phase(
         Step::Wait(reason) => (NodePhase::Waiting, Some(reason.clone())),
         Step::GiveWay(why) => (NodePhase::Failed, Some(has_ended(why))),
         Step::Reload(_) | Step::Prepare { .. } | Step::Hold | Step::Remove => {
-            let reason = inputs.own_spec().and_then(|spec| spec.reason.as_ref());
+            let without_rank = inputs.own_spec().filter(|spec| spec.rank.is_none());
+            let reason = without_rank.and_then(|spec| spec.reason.as_ref());
             let no_rank = reason.map(|reason| format!("; this node gets no rank: {reason}")).unwrap_or_default();
             (NodePhase::Waiting, Some(format!("the packages are ready{no_rank}")))
         }

@@ -247,6 +247,15 @@ fn a_member_that_the_planner_drains_keeps_its_broker_name() {
 }
 
 #[test]
+fn a_member_that_somebody_has_drained_says_so() {
+    let mut world = World::up(3);
+    world.reports.get_mut("node1").unwrap().drained_by_others = "1".parse().unwrap();
+    let reason = |name: &str| world.projected(name).reason;
+    assert!(reason("node2").unwrap().contains("somebody has drained it in Flux"));
+    assert_eq!((reason("node1"), reason("node3")), (None, None));
+}
+
+#[test]
 fn a_cordoned_member_is_drained_in_the_first_roster_of_an_epoch() {
     let mut world = idle();
     world.nodes[2].cordoned = true;

@@ -112,7 +112,7 @@ fn free_ranks(seen: &Observed, members: &Members, roster: &Roster) -> vec::IntoI
             let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
             roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && members.has_lead_lost(*rank))
                 && !claimed.contains(rank)
-                && !drained.contains(*rank)
+                && drained.is_none_or(|drained| !drained.contains(*rank))
                 && !has_jobs(rank)
                 && topology.parent(*rank).is_none_or(|parent| can_carry(members, roster, parent))
         })

@@ -5,7 +5,7 @@ use kube::{Resource, ResourceExt};
 use tracing::warn;
 
 use super::{ApiError, Caches, Planner, instance};
-use api::{FluxInstance, FluxInstanceStatus, INSTANCE};
+use api::{FluxInstance, FluxInstanceStatus, INSTANCE, InstancePhase};
 use base::error_chain;
 use cluster::clock;
 use model::{
@@ -34,7 +34,8 @@ impl Planner {
         }
     }
 
-    /// Publishes Events: a warning for each problem that a user has to fix, a normal one for a change of phase.
+    /// Publishes Events: a warning for each problem that a user has to fix and for a lead that is away, a normal one for each other
+    /// change of phase.
     pub(super) async fn announce(
         &mut self,
         flux: &FluxInstance,
@@ -46,7 +47,9 @@ impl Planner {
         if let Some(Obstacle::Problem { reason, message }) = obstacle {
             self.announcer.say(&about, true, reason, message).await;
         } else if flux.status.as_ref().is_none_or(|before| before.phase != next.phase) {
-            self.announcer.say(&about, false, &format!("{:?}", next.phase), message).await;
+            // The phase says so only if nobody has asked for what keeps the lead away.
+            let is_warning = next.phase == InstancePhase::Degraded;
+            self.announcer.say(&about, is_warning, &format!("{:?}", next.phase), message).await;
         }
         for Condition { type_, message, .. } in warnings(flux.status.as_ref(), next) {
             self.announcer.say(&about, true, &type_, &message).await;
