@@ -151,7 +151,6 @@ fn change(path: &str) -> &'static str {
     match effect(path) {
         Effect::Live | Effect::LiveMembers => "at once",
         Effect::NextEpoch => "next epoch",
-        Effect::NextEpochNewOwner => "next epoch; pending jobs fail",
         Effect::FirstStart => "never",
     }
 }

@@ -48,13 +48,34 @@ fn configured_files_have_their_owner_mode_and_content() {
         (view.environments, view.roster, view.boot_id),
         (vec![DIGEST.into()], Some("{}".into()), "boot-1".into())
     );
+}
 
-    // The user changes while the broker is down: the files' owner changes too.
-    host.write(&format!("{PREFIX}/state/content.sqlite"), "queue");
-    host.configure(&ConfigureOrder { run_as: "4242".into(), ..configure_order() }).unwrap();
-    for path in ["etc/curve.cert", "state", "state/instance-id", "state/content.sqlite"] {
-        assert_eq!(owner(&host.below(path)), (4242, 4242), "{path}");
+/// Whoever was the brokers' user could write jobs of root's into the queue.
+#[test]
+fn no_user_inherits_the_queue_of_another() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    let of = |run_as: &str, statedir| ConfigureOrder { run_as: run_as.into(), statedir, ..configure_order() };
+    let queue = |path: &str| fs::read_to_string(host.below(path)).ok();
+    host.configure(&of("4242", not_established("id-1"))).unwrap();
+    host.write(&format!("{PREFIX}/state/content.sqlite"), "forged");
+    for other in ["root", "4343"] {
+        let refusal = host.configure(&of(other, established("id-1"))).unwrap_err();
+        assert!(refusal.message.contains("belongs to the user with uid 4242"), "{refusal}");
+        assert_eq!(owner(&host.below("state")), (4242, 4242));
     }
+    // It is kept aside for the next instance, whose administrator asks for it.
+    host.configure(&of("root", not_established("id-2"))).unwrap();
+    let refusal = host.configure(&of("root", not_established("id-1"))).unwrap_err();
+    assert!(refusal.message.contains("state.id-1 belongs to the user with uid 4242"), "{refusal}");
+    host.configure(&of("4242", not_established("id-1"))).unwrap();
+    assert_eq!((queue("state/content.sqlite").as_deref(), owner(&host.below("state"))), (Some("forged"), (4242, 4242)));
+
+    // An instance that was never online has no queue to keep.
+    host.configure(&of("root", not_established("id-1"))).unwrap();
+    assert_eq!((queue("state/content.sqlite"), owner(&host.below("state"))), (None, (0, 0)));
 }
 
 #[test]

@@ -141,7 +141,8 @@ pub struct Broker {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub port: Option<u16>,
-    /// The user that owns the brokers and runs every job: a name in the hosts' /etc/passwd, or a number. Default: root.
+    /// The user that owns the brokers and runs every job: a name in the hosts' /etc/passwd, or a number. An instance that was online
+    /// keeps it. Default: root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = USER))]
     pub run_as: Option<String>,

@@ -12,7 +12,7 @@ use std::{
     io::Read,
     os::{
         fd::AsFd,
-        unix::fs::{OpenOptionsExt, PermissionsExt},
+        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     },
     path::{Path, PathBuf},
 };
@@ -62,7 +62,12 @@ pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refu
     keep_private(prefix)?;
     let found = read_id(&dir);
     if found.as_deref() == Some(&order.instance_id) {
-        return change_owner(&dir, owner);
+        match refuse_anothers(&dir, owner) {
+            Ok(()) => return change_owner(&dir, owner),
+            Err(refusal) if order.established => return Err(refusal),
+            // It was never online, so there is nothing in it to keep.
+            Err(_) => return make(prefix, &order.instance_id, owner, |_| Ok(())),
+        }
     }
     if order.established {
         let instead = match (there, &found) {
@@ -78,18 +83,19 @@ pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refu
             dir.display()
         )));
     }
-    if bring_back(prefix, &order.instance_id)? {
+    if bring_back(prefix, &order.instance_id, owner)? {
         return change_owner(&dir, owner);
     }
     make(prefix, &order.instance_id, owner, |_| Ok(()))
 }
 
 /// Moves the statedir of a kept instance back, which was moved aside for another instance. False if there is none.
-fn bring_back(prefix: &Path, id: &str) -> Result<bool, Refusal> {
+fn bring_back(prefix: &Path, id: &str, owner: Owner) -> Result<bool, Refusal> {
     let kept = prefix.join(format!("{STATEDIR}.{id}"));
     if read_id(&kept).as_deref() != Some(id) {
         return Ok(false);
     }
+    refuse_anothers(&kept, owner)?;
     let dir = prefix.join(STATEDIR);
     move_aside(prefix, &dir)?;
     let moved = fs::rename(&kept, &dir).and_then(|()| sync_parent(&dir));
@@ -238,6 +244,21 @@ pub fn is_kept(path: &Path) -> bool {
             Err(io::ErrorKind::NotADirectory) => fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()),
             Err(_) => true,
         }
+}
+
+/// Refuses a statedir of a user other than root and `owner`: whoever has had it could write jobs into the queue, and they would run as
+/// `owner`.
+fn refuse_anothers(dir: &Path, owner: Owner) -> Result<(), Refusal> {
+    let found = fs::symlink_metadata(dir).map_err(|error| Refusal::io("examine", dir, &error))?.uid();
+    if [0, owner.uid].contains(&found) {
+        return Ok(());
+    }
+    Err(Refusal::new(format!(
+        "{} belongs to the user with uid {found}, and the brokers to the one with uid {}: jobs that the former wrote into this queue would \
+         run as the latter. Set spec.broker.runAs to the former, or give the queue up with `flux-distribute reset --lead NODE`",
+        dir.display(),
+        owner.uid
+    )))
 }
 
 /// Gives the statedir to `owner`, unless owner and mode of its top directory show that this was completed before.

@@ -15,8 +15,6 @@ pub enum Effect {
     LiveMembers,
     /// At the next epoch, because Flux reads it only at start. Until then the condition `RestartPending` is True.
     NextEpoch,
-    /// At the next epoch, and jobs that are still pending then fail, because they belong to the previous owner.
-    NextEpochNewOwner,
     /// Only at the first start: an existing instance keeps what it has.
     FirstStart,
 }
@@ -29,10 +27,6 @@ impl std::fmt::Display for Effect {
                 "takes effect at once; a member that leaves keeps its jobs until they end, or until spec.drain.timeout if that is set"
             }
             Self::NextEpoch => "takes effect at the next coordinated restart (spec.upgrade says when)",
-            Self::NextEpochNewOwner => {
-                "takes effect at the next coordinated restart (spec.upgrade says when); jobs that are still pending then will fail, \
-                 because they belong to the previous owner"
-            }
             Self::FirstStart => "takes effect only if the instance has not started yet",
         })
     }
@@ -52,7 +46,7 @@ const EFFECTS: [(&str, Effect); 23] = [
     ("lead", Effect::FirstStart),
     ("topology", Effect::NextEpoch),
     ("broker", Effect::NextEpoch),
-    ("broker.runAs", Effect::NextEpochNewOwner),
+    ("broker.runAs", Effect::FirstStart),
     ("spares", Effect::NextEpoch),
     ("resources", Effect::Live),
     ("ranks", Effect::Live),
@@ -141,7 +135,7 @@ mod tests {
             (json!({"lead": "node1"}), "lead", Effect::FirstStart),
             (json!({"topology": "kary:2"}), "topology", Effect::NextEpoch),
             (json!({"broker": {"port": 9000}}), "broker.port", Effect::NextEpoch),
-            (json!({"broker": {"runAs": "flux"}}), "broker.runAs", Effect::NextEpochNewOwner),
+            (json!({"broker": {"runAs": "flux"}}), "broker.runAs", Effect::FirstStart),
             (json!({"broker": {"config": "[archive]"}}), "broker.config", Effect::NextEpoch),
             (json!({"broker": {"cpuWeight": 5}}), "broker.cpuWeight", Effect::NextEpoch),
             (json!({"broker": {"checkpointPeriod": "5m"}}), "broker.checkpointPeriod", Effect::NextEpoch),
@@ -166,7 +160,7 @@ mod tests {
             assert_eq!(changed.len(), 1, "{value}: {changed:?}");
             assert_eq!((changed[0].field.as_str(), changed[0].effect), (field, effect));
             let restarts = pending(&running, &new, "digest", "certificate").is_some();
-            let is_next = matches!(effect, Effect::NextEpoch | Effect::NextEpochNewOwner);
+            let is_next = effect == Effect::NextEpoch;
             assert_eq!(is_next, restarts, "{value}");
         }
     }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{members::NodeIndex, prefix};
+use super::{members::NodeIndex, prefix, settings::owner};
 use crate::observed::{Observed, resources};
 use api::{FluxInstanceSpec, Rank, Roster};
 
@@ -61,10 +61,10 @@ pub struct NotApplied {
     pub message: String,
 }
 
-/// The parts of the spec that the running instance does not apply. Prefix and lead are fixed once the instance was
+/// The parts of the spec that the running instance does not apply. Prefix, lead and the brokers' user are fixed once the instance was
 /// online.
 pub fn not_applied(seen: &Observed, roster: &Roster) -> Vec<NotApplied> {
-    let fixed = [fixed_prefix(seen, roster), fixed_lead(seen, roster)];
+    let fixed = [fixed_prefix(seen, roster), fixed_lead(seen, roster), fixed_owner(seen, roster)];
     fixed.into_iter().filter(|_| roster.established).chain([nobody_left(seen, roster)]).flatten().collect()
 }
 
@@ -86,6 +86,17 @@ fn fixed_lead(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
         message: format!(
             "spec.lead is {wanted}, but {leads} leads and stays the lead, because the queue is on its disk: set spec.lead to \
              {leads}, or remove it (if {leads} is lost for good: docs/state.md, `flux-distribute recover`)"
+        ),
+    })
+}
+
+fn fixed_owner(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
+    let (wanted, has) = (owner(seen.spec), &roster.settings.run_as);
+    (wanted != has).then(|| NotApplied {
+        reason: "OwnerIsFixed",
+        message: format!(
+            "spec.broker.runAs is {wanted}, but the brokers belong to {has} and stay {has}'s, because {has}'s jobs must not run as \
+             {wanted}: set spec.broker.runAs to {has}, or delete the FluxInstance and create it again"
         ),
     })
 }
@@ -149,6 +160,12 @@ mod tests {
                 "another prefix",
                 |world| world.spec.prefix = Some("/srv/flux".into()),
                 Some(("PrefixIsFixed", "set spec.prefix to /opt/flux-distribute")),
+            ),
+            ("the same user", |world| world.spec.broker.run_as = Some("root".into()), None),
+            (
+                "another user",
+                |world| world.spec.broker.run_as = Some("flux".into()),
+                Some(("OwnerIsFixed", "set spec.broker.runAs to root")),
             ),
             ("one excluded", |world| world.spec.resources.exclude.nodes = vec!["node1".into()], None),
             (

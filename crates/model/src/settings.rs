@@ -24,7 +24,7 @@ pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certific
         port: spec.broker.port.unwrap_or(DEFAULT_BROKER_PORT),
         digest: digest.to_owned(),
         certificate: certificate.to_owned(),
-        run_as: spec.broker.run_as.clone().unwrap_or_else(|| "root".to_owned()),
+        run_as: owner(spec).to_owned(),
         config: spec.broker.config.clone().unwrap_or_default(),
         cpu_weight: spec.broker.cpu_weight.unwrap_or(DEFAULT_CPU_WEIGHT),
         checkpoint_period: spec
@@ -36,6 +36,12 @@ pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certific
         pods: spec.pods.enabled,
         only_whole_cores: spec.pods.enabled,
     }
+}
+
+/// The user that owns the brokers and runs every job. An instance that was online once keeps this user: whoever had it could write
+/// jobs into the queue, which would run as the next one, and knows the certificate.
+pub(crate) fn owner(spec: &FluxInstanceSpec) -> &str {
+    spec.broker.run_as.as_deref().unwrap_or("root")
 }
 
 fn max_size(spec: &FluxInstanceSpec, eligible: usize) -> u32 {
@@ -51,9 +57,10 @@ fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
 
 /// The settings that the spec asks for, to be compared with those of the `running` epoch. Keeps the running value if it
 /// differs only because a default maxSize has grown with the cluster, because a flat tree has another name, or because an
-/// older version began the epoch.
+/// older version began the epoch. Keeps the brokers' user: see [`owner`].
 pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> EpochSettings {
     let mut wanted = settings(spec, 0, digest, certificate);
+    wanted.run_as.clone_from(&running.run_as);
     if spec.max_size.is_none() {
         wanted.max_size = running.max_size;
         wanted.topology = topology(spec, running.max_size);
@@ -82,22 +89,20 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
         port,
         digest,
         certificate,
-        run_as,
+        // Is kept, as are whole cores while `pods` does not change.
+        run_as: _,
+        only_whole_cores: _,
         config,
         cpu_weight,
         checkpoint_period,
         spare_shape,
         pods,
-        // Changes only with `pods`.
-        only_whole_cores: _,
     } = running;
     let differences = [
         difference("maxSize", max_size, &wanted.max_size),
         difference("topology", topology, &wanted.topology),
         difference("broker.port", port, &wanted.port),
         difference("packages", digest, &wanted.digest),
-        difference("broker.runAs", run_as, &wanted.run_as)
-            .map(|text| format!("{text} (jobs of {run_as} that are pending then will fail)")),
         difference("broker.cpuWeight", cpu_weight, &wanted.cpu_weight),
         difference("pods.enabled", pods, &wanted.pods),
         difference("broker.checkpointPeriod", checkpoint_period, &wanted.checkpoint_period),

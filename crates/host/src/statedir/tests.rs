@@ -75,6 +75,8 @@ fn a_new_owner_gets_the_whole_statedir_and_nothing_that_it_links_to() {
     fs::hard_link(prefix.join("etc/shadow"), prefix.join("state/hard")).unwrap();
 
     let other = Owner { uid: 4242, gid: 4242 };
+    // As it was put back from a backup.
+    own(File::open(prefix.join("state")).unwrap(), Owner::ROOT).unwrap();
     for _ in 0..2 {
         prepare(prefix, &order, other).unwrap();
         for path in ["state", "state/instance-id", "state/dump", "state/dump/1.tgz", "state/link", "state/etc"] {

@@ -251,8 +251,9 @@ impl<'a> News<'a> {
 }
 
 /// Makes the roster of the next epoch: every member keeps its rank if there is room, gets its node's own name, and
-/// declares what it has now. The lead stays, because the statedir is on its host.
+/// declares what it has now. The lead stays, because the statedir is on its host, and so does the brokers' user.
 pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
+    let settings = EpochSettings { run_as: roster.settings.run_as.clone(), ..settings };
     let limit = limit(seen.spec, settings.max_size);
     let revision = roster.revision + 1;
     let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));

@@ -604,3 +604,23 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_it_is_idle() {
         assert_eq!(world.projected("node2").lost_by_lead, missed, "{what}");
     }
 }
+
+#[test]
+fn an_instance_that_was_online_keeps_its_user() {
+    let mut world = World::up(2);
+    world.spec.broker.run_as = Some("flux".into());
+    assert_eq!(begin_an_epoch(&mut world, 9000).settings.run_as, "root", "an epoch that begins for another reason");
+    let Decision::Keep = world.settle() else { panic!("no epoch begins for it") };
+
+    // Before it was online for the first time, a user that no host has can be corrected.
+    let mut world = World::new(2);
+    world.all_passed();
+    world.settle();
+    world.spec.broker.run_as = Some("flux".into());
+    world.status.instance_id = Some("an administrator has given up its queue".into());
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().settings.run_as, "root");
+    world.status.instance_id = None;
+    world.settle();
+    assert_eq!(world.roster.as_ref().unwrap().settings.run_as, "flux");
+}

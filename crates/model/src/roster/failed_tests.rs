@@ -9,19 +9,17 @@ use super::{
 use crate::{members::Members, observed::Observed};
 use api::{Closing, NodePhase, OnFailure};
 
-/// In the second epoch, the lead's broker was never started, because its host doesn't have the user that the spec
-/// names.
+/// In the second epoch, the lead's broker was never started, because the host refuses what the spec asks for.
 fn refused_by_the_host() -> World {
     let mut world = idle();
     world.spec.upgrade.on_failure = OnFailure::Stay;
-    world.spec.broker.run_as = Some("nosuchuser".into());
+    world.spec.broker.config = Some("[refused]".into());
     world.settle();
     close(&mut world);
     world.settle();
     assert_eq!(world.roster.as_ref().unwrap().epoch, 2);
     let lead = world.reports.get_mut("node1").unwrap();
-    (lead.phase, lead.message, lead.closed_epoch) =
-        (NodePhase::Failed, Some("there is no user nosuchuser".into()), None);
+    (lead.phase, lead.message, lead.closed_epoch) = (NodePhase::Failed, Some("refused".into()), None);
     lead.start_failing_epoch = Some(2);
     world
 }
@@ -30,7 +28,7 @@ fn refused_by_the_host() -> World {
 fn a_change_that_may_repair_a_failed_lead_does_not_wait_for_it() {
     type Repair = fn(&mut World);
     let repairs: [(&str, Repair, Closing); 3] = [
-        ("the spec", |world| world.spec.broker.run_as = None, Closing::WhenIdle),
+        ("the spec", |world| world.spec.broker.config = None, Closing::WhenIdle),
         ("other packages, which are not there yet", |world| world.digest = "new", Closing::WhenIdle),
         ("a request", |world| world.restart_word = Some("2026-01-01"), Closing::AtOnce),
     ];
@@ -77,7 +75,7 @@ fn a_lead_that_is_slow_or_away_does_not_count_as_failed() {
         world = refused_by_the_host();
         world.reports.get_mut("node2").unwrap().adopted = broker;
         away(&mut world);
-        world.spec.broker.run_as = None;
+        world.spec.broker.config = None;
         assert_eq!(world.settle(), Decision::Keep, "{what}");
         assert_eq!(waits_for(&world), "the lead to be online", "{what}");
     }
@@ -155,6 +153,6 @@ fn an_epoch_that_does_not_come_up_is_reverted_even_if_the_spec_is_invalid() {
     world.reports.get_mut("node1").unwrap().start_failing_epoch = keeps_dying;
     world.spec.size = Some(0);
     let Decision::Write(next) = decide_unserved(&world.seen()) else { panic!("the instance stays down") };
-    assert_eq!((next.epoch, next.settings.run_as.as_str(), next.ranks.len()), (3, "root", 3));
-    assert_eq!(next.refused.unwrap().reason, "there is no user nosuchuser");
+    assert_eq!((next.epoch, next.settings.config.as_str(), next.ranks.len()), (3, "", 3));
+    assert_eq!(next.refused.unwrap().reason, "refused");
 }

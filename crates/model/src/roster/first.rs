@@ -13,7 +13,7 @@ use crate::{
         participant_count,
     },
     prefix,
-    settings::{pending, settings},
+    settings::{owner, pending, settings},
     tree::is_deep,
 };
 use api::{FailedLeads, FluxNodeStatus, Roster, packed};
@@ -194,7 +194,10 @@ fn choose_lead<'a>(
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
     let lead = roster.lead()?;
-    let is_pending = pending(&roster.settings, seen.spec, digest, certificate).is_some();
+    // Else whoever is or was this user may have the queue of an earlier lead, and the certificate.
+    let may_owner_change = seen.status.instance_id.is_none();
+    let is_pending = pending(&roster.settings, seen.spec, digest, certificate).is_some()
+        || (may_owner_change && owner(seen.spec) != roster.settings.run_as);
     if was_named(roster) {
         let settings = || settings(seen.spec, participant_count(seen, roster), digest, certificate);
         let next = is_pending.then(|| next_epoch(seen, roster, settings())).flatten()?;
@@ -213,6 +216,9 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
     match first_roster(seen, seen.fresh_id, epoch, None, failed) {
         Decision::Write(mut next) => {
             next.revision = roster.revision + 1;
+            if !may_owner_change {
+                next.settings.run_as.clone_from(&roster.settings.run_as);
+            }
             next.ranks.values_mut().for_each(|entry| entry.revision = next.revision);
             Some(Decision::Write(next))
         }
