@@ -288,6 +288,29 @@ fn a_broker_runs_as_its_user_in_a_rundir_of_its_own() {
 }
 
 #[test]
+fn what_the_last_brokers_user_mounted_over_its_rundir_keeps_no_broker_from_starting() {
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let Some(bed) = Bed::new("covered") else { return };
+    let rundir = &bed.places.broker_run_dir;
+    fs::create_dir_all(rundir).unwrap();
+    // As fusermount3(1) mounts for user 1234; nobody answers.
+    let device = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
+    let fd = std::os::fd::AsRawFd::as_raw_fd(&device);
+    let options = format!("fd={fd},rootmode=40000,user_id=1234,group_id=1234,allow_other");
+    let flags = nix::mount::MsFlags::MS_NOSUID;
+    nix::mount::mount(Some("theirs"), rundir, Some("fuse"), flags, Some(options.as_str())).unwrap();
+    let unblock = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(20));
+        drop(device);
+    });
+    bed.start(&bed.order(&["/bin/sleep", "1000"], "1234"));
+    assert_eq!(fs::metadata(rundir).unwrap().uid(), 1234);
+    assert!(!unblock.is_finished(), "the start waited for the user's file system");
+}
+
+#[test]
 fn a_start_that_fails_says_why() {
     let Some(bed) = Bed::new("fails") else { return };
     fs::create_dir_all(bed.directory.path().join("prefix")).unwrap();

@@ -20,3 +20,4 @@ mod pod;
 mod support;
 mod takeover;
 mod trust;
+mod users_mounts;

@@ -1,13 +1,9 @@
 //! Which of a host's files the program trusts, depending on their owners.
 
 use std::{
-    fs::{self, File, OpenOptions},
-    os::{
-        fd::AsRawFd,
-        unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink},
-    },
-    path::{Path, PathBuf},
-    sync::mpsc,
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink},
+    path::Path,
     thread,
     time::Duration,
 };
@@ -16,7 +12,6 @@ use host::{HostLock, Root, state};
 use hostapi::{PreflightOrder, RemoveOrder, Undo};
 use nix::{
     errno::Errno,
-    mount::{MntFlags, MsFlags, mount, umount2},
     sys::{
         inotify::{AddWatchFlags, InitFlags, Inotify},
         stat::Mode,
@@ -28,6 +23,7 @@ use stage::{claim, observe, preflight, remove};
 use crate::{
     needs::{Need, skips_without},
     support::*,
+    users_mounts::UsersMount,
 };
 
 /// A user of the host, whose home is where GKE's containerized tools are on other hosts.
@@ -330,87 +326,6 @@ fn a_host_claimed_below_a_users_mount_does_not_count_as_unclaimed() {
     assert!(refusal.message.contains("/data"), "{refusal}");
     drop(mounted);
     host.remove(false).unwrap();
-}
-
-/// The brokers' user owns the statedir, and may mount over it: root goes through none of that.
-#[test]
-fn a_mount_of_the_brokers_user_below_the_prefix_is_named_and_blocks_a_removal() {
-    if skips_without([Need::Fuse]) {
-        return;
-    }
-    let host = TestHost::new();
-    host.claim().unwrap();
-    host.environment(DIGEST, None);
-    host.configure(&configure_order()).unwrap();
-    fs::create_dir(host.below("state/mine")).unwrap();
-    for point in ["state/mine", "state"] {
-        let mounted = UsersMount::at(host.below(point));
-        assert!(host.state().is_some());
-        for keep_state in [false, true] {
-            let refusal = host.remove(keep_state).err();
-            // What is kept is not gone through.
-            let is_spared = keep_state && point == "state/mine";
-            let words = format!("something is mounted on {}", mounted.point.canonicalize().unwrap().display());
-            assert_eq!(
-                refusal.map(|refusal| refusal.message.contains(&words)),
-                (!is_spared).then_some(true),
-                "{point}"
-            );
-            if is_spared {
-                host.claim().unwrap();
-                host.environment(DIGEST, None);
-                host.configure(&configure_order()).unwrap();
-            }
-        }
-        assert!(host.below("envs").exists());
-    }
-    host.remove(false).unwrap();
-    assert!(!host.below("").exists());
-}
-
-/// A FUSE file system as fusermount3(1) mounts it for [`USER`], until this is dropped. No process serves it: the kernel refuses other
-/// users, root too, before it asks.
-struct UsersMount {
-    point: PathBuf,
-    _device: File,
-}
-
-impl UsersMount {
-    fn at(point: PathBuf) -> Self {
-        Self::with(point, "rootmode=40000")
-    }
-
-    fn over_a_file(point: PathBuf) -> Self {
-        Self::with(point, "rootmode=100000,allow_other")
-    }
-
-    fn with(point: PathBuf, options: &str) -> Self {
-        let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
-        let options = format!("fd={},{options},user_id={USER},group_id={USER}", device.as_raw_fd());
-        mount(Some("theirs"), &point, Some("fuse"), MsFlags::MS_NOSUID | MsFlags::MS_NODEV, Some(options.as_str()))
-            .unwrap();
-        Self { point, _device: device }
-    }
-
-    /// Fails if root waits for the user's file system in `work`.
-    fn is_not_asked(&self, work: impl FnOnce()) {
-        let point = self.point.clone();
-        let (done, is_done) = mpsc::channel::<()>();
-        // MNT_FORCE ends a question that nobody answers, so that this test ends.
-        let asked = thread::spawn(move || {
-            let hangs = is_done.recv_timeout(Duration::from_secs(10)).is_err();
-            hangs && umount2(&point, MntFlags::MNT_FORCE).is_ok()
-        });
-        work();
-        done.send(()).unwrap();
-        assert!(!asked.join().unwrap(), "root asks the user's file system at {}", self.point.display());
-    }
-}
-
-impl Drop for UsersMount {
-    fn drop(&mut self) {
-        umount2(&self.point, MntFlags::MNT_DETACH).unwrap();
-    }
 }
 
 /// What a machine says of itself.

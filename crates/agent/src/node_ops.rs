@@ -21,7 +21,8 @@ use api::{
 use broker::command::{BrokerIdentity, LEAD_STOP_SECS, LIVE_CONFIGURATION, RC1_TASK, connect_script, launch, rc1_task};
 use cluster::{certificate, published::read_roster, store};
 use host::{
-    Root, open_host_file,
+    Root,
+    files::{open_in_host_root, open_plain_below},
     port::{is_port_taken, port_taken},
     state,
 };
@@ -335,8 +336,8 @@ const LONGEST_CERTIFICATE: u64 = 64 << 10;
 /// The certificate that a broker of this host was started with last; None if the file is not there or damaged.
 pub fn own_certificate(prefix: &Path) -> Option<Certificate> {
     let mut text = String::new();
-    // The brokers' user owns the file, and may have made it as large as the disk.
-    let file = open_host_file(&prefix.join(CERTIFICATE)).ok()?;
+    // The brokers' user owns the file, and may have made it as large as the disk, or mounted something over it.
+    let file = open_plain_below(open_in_host_root(prefix).ok()?, Path::new(CERTIFICATE)).ok()?;
     file.take(LONGEST_CERTIFICATE).read_to_string(&mut text).ok()?;
     Certificate::parse(&text).ok()
 }

@@ -27,6 +27,7 @@ pub use super::{
     removal::{mounts_in, open_in, refuse_mounts, remove_all_if_there},
     underneath::{exchange_in, rename_in},
 };
+use crate::trust;
 use hostapi::Refusal;
 
 /// For `custom_flags` of [`OpenOptions`]: the last part of the path must not be a symlink.
@@ -95,19 +96,37 @@ pub fn write_atomic(path: &Path, content: &[u8], mode: u32, owner: Owner) -> Res
         std::os::unix::fs::fchown(&file, Some(owner.uid), Some(owner.gid))?;
         file.set_permissions(Permissions::from_mode(mode))?;
         file.sync_all()?;
-        fs::rename(&aside, path)?;
+        replace(&aside, path)?;
         sync_parent(path)
     };
     write().map_err(|error| Refusal::io("write", path, &error))
 }
 
+/// Renames `from` to `to` in the same directory, even if a user who owns the file at `to` has mounted something over it.
+fn replace(from: &Path, to: &Path) -> io::Result<()> {
+    match fs::rename(from, to) {
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+            refuse_mounts(to, trust::is_by_user)?;
+            let ((above, from), (_, to)) = (split(from)?, split(to)?);
+            rename_in(above, from, to)
+        }
+        renamed => renamed,
+    }
+}
+
 fn is_already(path: &Path, content: &[u8], mode: u32, owner: Owner) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|metadata| {
-        metadata.is_file()
-            && metadata.len() == content.len() as u64
-            && metadata.mode() & 0o7777 == mode
-            && Owner::of(&metadata) == owner
-    }) && fs::read(path).is_ok_and(|found| found == content)
+    let is_same = || -> io::Result<bool> {
+        let (above, name) = split(path)?;
+        let file = open_plain_below(File::open(above)?, Path::new(name))?;
+        let found = file.metadata()?;
+        if (found.len(), found.mode() & 0o7777, Owner::of(&found)) != (content.len() as u64, mode, owner) {
+            return Ok(false);
+        }
+        let mut there = Vec::new();
+        file.take(found.len()).read_to_end(&mut there)?;
+        Ok(there == content)
+    };
+    is_same().unwrap_or(false)
 }
 
 /// Makes the symlink `path` → `target` by one rename, replacing a symlink or file.
@@ -233,7 +252,10 @@ pub(crate) fn split(path: &Path) -> io::Result<(&Path, &OsStr)> {
 /// # Errors
 /// If it can't be opened; `IsADirectory` for a directory, `InvalidInput` for anything else but a regular file.
 pub fn open_plain(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    plain(OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?)
+}
+
+fn plain(file: File) -> io::Result<File> {
     match file.metadata()? {
         found if found.is_file() => Ok(file),
         found if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
@@ -266,6 +288,34 @@ pub fn open_directory(path: &Path) -> io::Result<File> {
 pub fn open_uncovered(path: &Path) -> io::Result<File> {
     let (above, name) = split(path)?;
     open_in(&File::open(above)?, name)
+}
+
+/// Opens what is at `way` below `directory`, through neither a symlink nor a mount point: what a user has mounted may never answer.
+///
+/// # Errors
+/// If it can't be opened; `CrossesDevices` if something is mounted on the way.
+pub(crate) fn open_below(directory: impl AsFd, way: &Path, flags: OFlag) -> io::Result<File> {
+    let how = OpenHow::new()
+        .flags(flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV);
+    Ok(File::from(openat2(directory, way, how)?))
+}
+
+/// A descriptor of what is at `way` below `directory`, without opening it: for [`host_path`], and to connect to a socket.
+///
+/// # Errors
+/// As for [`open_below`].
+pub fn open_only_path_below(directory: impl AsFd, way: &Path) -> io::Result<File> {
+    open_below(directory, way, OFlag::O_PATH)
+}
+
+/// Opens the regular file at `way` below `directory` for reading, as [`open_below`] does.
+///
+/// # Errors
+/// As for [`open_below`]; `InvalidInput` if it is something else.
+pub fn open_plain_below(directory: impl AsFd, way: &Path) -> io::Result<File> {
+    // Another user may have put a pipe there.
+    plain(open_below(directory, way, OFlag::O_RDONLY | OFlag::O_NONBLOCK)?)
 }
 
 /// Examines `name` in `directory`, a symlink itself.

@@ -14,13 +14,13 @@ use std::{
 use nix::{
     dir::Dir,
     errno::Errno,
-    fcntl::{OFlag, OpenHow, ResolveFlag, openat2},
+    fcntl::OFlag,
     libc,
     unistd::{UnlinkatFlags, unlinkat},
 };
 
 use super::{
-    files::{is_there, split},
+    files::{is_there, open_below, split},
     mountinfo::{self, Mount},
     trust,
     underneath::underneath,
@@ -144,10 +144,7 @@ fn back(here: &File, level: &Level) -> io::Result<File> {
 /// # Errors
 /// If it can't be opened; `CrossesDevices` if something is mounted on it.
 pub fn open_in(directory: &File, name: &OsStr) -> io::Result<File> {
-    let how = OpenHow::new()
-        .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
-        .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV);
-    Ok(File::from(openat2(directory, name, how)?))
+    open_below(directory, Path::new(name), OFlag::O_RDONLY | OFlag::O_DIRECTORY)
 }
 
 /// Removes everything in a directory except directories with content, and returns the names of up to [`MOST_NAMES`] of

@@ -6,13 +6,13 @@ mod tests;
 
 use std::{
     collections::BTreeSet,
-    ffi::{CStr, OsString},
+    ffi::{CStr, OsStr, OsString},
     fs::{self, File},
     io,
     io::Read,
     os::{
         fd::AsFd,
-        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
+        unix::fs::{MetadataExt, PermissionsExt},
     },
     path::{Path, PathBuf},
 };
@@ -20,14 +20,18 @@ use std::{
 use k8s_openapi::jiff::civil::DateTime;
 use nix::{
     dir::Dir,
-    fcntl::{AtFlags, OFlag, open, openat},
-    libc::{O_NOFOLLOW, O_NONBLOCK},
+    errno::Errno,
+    fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2},
     sys::stat::{Mode, SFlag, fstat},
     unistd::{Gid, Uid, fchownat},
 };
 
-use super::files::{
-    self, Owner, host_path, make_dir, open_uncovered, remove_all_if_there, remove_if_there, sync_parent, write_atomic,
+use super::{
+    files::{
+        self, Owner, host_path, look_in, make_dir, open_in, open_only_path_below, open_plain_below, open_uncovered,
+        refuse_mounts, remove_all_if_there, remove_if_there, rename_in, sync_parent, write_atomic,
+    },
+    trust::{self, is_by_user},
 };
 use crate::dumps::DUMPS;
 use hostapi::{Refusal, StateDir};
@@ -58,7 +62,7 @@ const UNFINISHED: u32 = 0;
 /// If the instance was online once and its statedir is not here: an empty one would mean an empty queue.
 pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refusal> {
     let dir = prefix.join(STATEDIR);
-    let there = fs::symlink_metadata(&dir).is_ok();
+    let there = files::is_there(&dir).unwrap_or(true);
     keep_private(prefix)?;
     let found = read_id(&dir);
     if found.as_deref() == Some(&order.instance_id) {
@@ -72,7 +76,10 @@ pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refu
     if order.established {
         let instead = match (there, &found) {
             (false, _) => "there is none".to_owned(),
-            (true, None) => "the one here has no instance-id".to_owned(),
+            (true, None) => match trust::uncovered(&dir) {
+                Ok(_) => "the one here has no instance-id".to_owned(),
+                Err(error) => format!("the one here can't be opened: {error}"),
+            },
             (true, Some(other)) => format!("the one here is of instance {other}"),
         };
         return Err(Refusal::new(format!(
@@ -98,7 +105,8 @@ fn bring_back(prefix: &Path, id: &str, owner: Owner) -> Result<bool, Refusal> {
     refuse_anothers(&kept, owner)?;
     let dir = prefix.join(STATEDIR);
     move_aside(prefix, &dir)?;
-    let moved = fs::rename(&kept, &dir).and_then(|()| sync_parent(&dir));
+    let names = (format!("{STATEDIR}.{id}"), STATEDIR);
+    let moved = rename_in(prefix, names.0, names.1).and_then(|()| sync_parent(&dir));
     moved.map(|()| true).map_err(|error| Refusal::io("bring back", &kept, &error))
 }
 
@@ -139,7 +147,9 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
     write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, Owner::ROOT)?;
     give(&new, owner).map_err(|error| Refusal::io("change the owner of", &new, &error))?;
     // A statedir that was made from a dump and never used can go: it holds only a copy of the dump.
-    if dir.join(OWN_DUMPS).join(RECOVERED).is_file() && !dir.join(CONTENT).exists() {
+    let has = |dir: &File, way: PathBuf| open_only_path_below(dir, &way).is_ok();
+    let is_unused = |dir: File| has(&dir, Path::new(OWN_DUMPS).join(RECOVERED)) && !has(&dir, CONTENT.into());
+    if trust::uncovered(&dir).is_ok_and(is_unused) {
         remove(&dir)?;
     }
     move_aside(prefix, &dir)?;
@@ -150,10 +160,10 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
 /// lead's broker is up: a broker that can't restore its dump may write another one at each try, and they would displace
 /// the good ones. Returns how many were removed, and their bytes.
 pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
-    // The broker's user owns the directories above and could put a link there; root must not remove other files through
+    // The broker's user owns the directories above and could put a link there, or a mount; root must not remove other files through
     // it.
-    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let Ok(dir) = open(&prefix.join(STATEDIR).join(OWN_DUMPS), flags, Mode::empty()) else { return (0, 0) };
+    let opened = trust::uncovered(&prefix.join(STATEDIR)).and_then(|state| open_in(&state, OsStr::new(OWN_DUMPS)));
+    let Ok(dir) = opened else { return (0, 0) };
     let dir_path = host_path(&dir);
     let names = fs::read_dir(&dir_path).into_iter().flatten().flatten().map(|entry| entry.file_name());
     let is_own = |name: &OsString| name.to_str().is_some_and(|name| DateTime::strptime(OWN_DUMP, name).is_ok());
@@ -165,19 +175,20 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     let recovered = (!names.is_empty()).then(|| OsString::from(RECOVERED));
     let old = names.iter().rev().skip(KEEP).chain(&recovered).filter(|name| Some(name.as_os_str()) != restored);
     let removed = old.filter_map(|name| {
-        let path = dir_path.join(name);
-        let bytes = fs::symlink_metadata(&path).ok()?.len();
-        remove_if_there(&path).is_ok().then_some(bytes)
+        let bytes = look_in(&dir, name).ok()?.len();
+        remove_if_there(&dir_path.join(name)).is_ok().then_some(bytes)
     });
     removed.fold((0, 0), |(count, sum), bytes| (count + 1, sum + bytes))
 }
 
 fn move_aside(prefix: &Path, dir: &Path) -> Result<(), Refusal> {
-    if fs::symlink_metadata(dir).is_err() {
+    let failed = |error: io::Error| Refusal::io("move aside", dir, &error);
+    if !files::is_there(dir).map_err(failed)? {
         return Ok(());
     }
+    refuse_mounts(dir, is_by_user).map_err(failed)?;
     let aside = free_name(prefix, read_id(dir).as_deref().unwrap_or("unnamed"));
-    fs::rename(dir, &aside).map_err(|error| Refusal::io("move aside", dir, &error))
+    rename_in(prefix, STATEDIR, aside).map_err(failed)
 }
 
 /// IDs of the instances whose statedirs are below `prefix` (this process's path): in use, kept or moved aside.
@@ -203,18 +214,18 @@ pub fn is_there(prefix: &Path, id: &str) -> bool {
 /// If its mode can't be changed.
 pub fn keep_private(prefix: &Path) -> Result<(), Refusal> {
     let dir = &prefix.join(STATEDIR);
-    match fs::symlink_metadata(dir) {
-        Ok(found) if found.is_dir() && found.permissions().mode() & 0o077 != 0 => {
-            let made = fs::set_permissions(dir, fs::Permissions::from_mode(0o700));
-            made.map_err(|error| Refusal::io("change the mode of", dir, &error))
-        }
-        _ => Ok(()),
-    }
+    // Of one that a user has covered, what can be seen is that user's.
+    let Ok(opened) = trust::uncovered(dir) else { return Ok(()) };
+    let close = || match opened.metadata()?.permissions().mode() & 0o077 {
+        0 => Ok(()),
+        _ => opened.set_permissions(fs::Permissions::from_mode(MODE)),
+    };
+    close().map_err(|error: io::Error| Refusal::io("change the mode of", dir, &error))
 }
 
 fn read_id(dir: &Path) -> Option<String> {
-    // The broker's user owns the directory, and could make root read another file by a link, or block on a pipe.
-    let file = fs::OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(dir.join(ID)).ok()?;
+    // The broker's user owns the directory, and could make root read another file by a link, or block on a pipe or a mount.
+    let file = open_plain_below(trust::uncovered(dir).ok()?, Path::new(ID)).ok()?;
     let mut id = String::new();
     file.take(256).read_to_string(&mut id).ok()?;
     let id = id.trim();
@@ -223,12 +234,13 @@ fn read_id(dir: &Path) -> Option<String> {
     plain.then(|| id.to_owned())
 }
 
-fn free_name(prefix: &Path, id: &str) -> PathBuf {
+fn free_name(prefix: &Path, id: &str) -> String {
     let name = |n: u32| match n {
-        0 => prefix.join(format!("{STATEDIR}.{id}")),
-        n => prefix.join(format!("{STATEDIR}.{id}.{n}")),
+        0 => format!("{STATEDIR}.{id}"),
+        n => format!("{STATEDIR}.{id}.{n}"),
     };
-    (0..).map(name).find(|path| fs::symlink_metadata(path).is_err()).unwrap_or_else(|| name(0))
+    let is_free = |name: &String| !files::is_there(&prefix.join(name)).unwrap_or(true);
+    (0..).map(name).find(is_free).unwrap_or_else(|| name(0))
 }
 
 /// True for what a removal keeps if it shall keep the queue: `state`, a `state.<id>` that was moved aside, and dumps. Also
@@ -249,7 +261,8 @@ pub fn is_kept(path: &Path) -> bool {
 /// Refuses a statedir of a user other than root and `owner`: whoever has had it could write jobs into the queue, and they would run as
 /// `owner`.
 fn refuse_anothers(dir: &Path, owner: Owner) -> Result<(), Refusal> {
-    let found = fs::symlink_metadata(dir).map_err(|error| Refusal::io("examine", dir, &error))?.uid();
+    let opened = trust::uncovered(dir).and_then(|dir| dir.metadata());
+    let found = opened.map_err(|error| Refusal::io("examine", dir, &error))?.uid();
     if [0, owner.uid].contains(&found) {
         return Ok(());
     }
@@ -264,7 +277,7 @@ fn refuse_anothers(dir: &Path, owner: Owner) -> Result<(), Refusal> {
 /// Gives the statedir to `owner`, unless owner and mode of its top directory show that this was completed before.
 fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
     let failed = |error: io::Error| Refusal::io("change the owner of", dir, &error);
-    let found = fs::symlink_metadata(dir).map_err(failed)?;
+    let found = trust::uncovered(dir).and_then(|dir| dir.metadata()).map_err(failed)?;
     if Owner::of(&found) == owner && found.permissions().mode() & 0o7777 == MODE {
         return Ok(());
     }
@@ -275,8 +288,7 @@ fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
 /// walk. So each directory is closed to them before it is read, files are changed through open descriptors, and no
 /// symlink is followed.
 fn give(dir: &Path, owner: Owner) -> io::Result<()> {
-    let mut options = fs::OpenOptions::new();
-    let top = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_DIRECTORY).bits()).open(dir)?;
+    let top = trust::uncovered(dir)?;
     own(&top, Owner::ROOT)?;
     top.set_permissions(fs::Permissions::from_mode(UNFINISHED))?;
     give_below(&top, owner)?;
@@ -291,7 +303,12 @@ fn give_below(dir: &File, owner: Owner) -> io::Result<()> {
         if name == c"." || name == c".." {
             continue;
         }
-        let found = openat(dir, name, OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())?;
+        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
+        let found = match openat2(dir, name, how.resolve(ResolveFlag::RESOLVE_NO_XDEV)) {
+            // What a user has mounted there is that user's already.
+            Err(Errno::EXDEV) => continue,
+            found => found?,
+        };
         let status = fstat(&found)?;
         let kind = SFlag::from_bits_truncate(status.st_mode) & SFlag::S_IFMT;
         if kind == SFlag::S_IFDIR {

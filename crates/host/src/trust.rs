@@ -26,7 +26,7 @@ use nix::{
 
 use super::{
     Root,
-    files::host_path,
+    files::{host_path, split},
     mountinfo::{self, Mount},
 };
 use hostapi::Refusal;
@@ -246,6 +246,19 @@ pub fn owner(directory: &OwnedFd, path: &Path, name: &OsStr) -> Result<Option<u3
     let path = path.join(name);
     let Some(found) = look(directory, &path, name)? else { return Ok(None) };
     fstat(&found).map(|status| Some(status.st_uid)).map_err(|errno| Distrust::io(&path, errno))
+}
+
+/// Opens the directory at `path`, whoever owns it, unless a user has mounted a file system over it by FUSE, which may never answer.
+/// `path` is this process's, and leads to it through no directory of another user. Does not follow a symlink at its end.
+///
+/// # Errors
+/// If there is none, something else is there, or a user has mounted something over it.
+pub fn uncovered(path: &Path) -> io::Result<File> {
+    let (above, name) = split(path)?;
+    let found = look(&File::open(above)?.into(), path, name).map_err(io::Error::other)?;
+    let found = found.ok_or(io::ErrorKind::NotFound)?;
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    Ok(File::from(openat(found, c".", flags, Mode::empty())?))
 }
 
 /// Opens `name` in `directory` only to examine it, unless a user has mounted a file system over it by FUSE; None if

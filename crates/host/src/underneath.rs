@@ -5,7 +5,7 @@
 //! removal takes the mount away everywhere, and a rename takes it along. That holds for root's mounts too: callers first
 //! refuse a directory that contains one.
 
-use std::{fs::File, io, panic::resume_unwind, path::Path, thread};
+use std::{ffi::OsStr, fs::File, io, panic::resume_unwind, path::Path, thread};
 
 use nix::{
     errno::Errno,
@@ -42,7 +42,8 @@ pub(crate) fn underneath<T: Send>(directory: &Path, work: impl FnOnce(&File) -> 
 ///
 /// # Errors
 /// Those of renameat2(2).
-pub fn rename_in(directory: &Path, from: &str, to: &str) -> io::Result<()> {
+pub fn rename_in(directory: &Path, from: impl AsRef<OsStr>, to: impl AsRef<OsStr>) -> io::Result<()> {
+    let (from, to) = (from.as_ref(), to.as_ref());
     underneath(directory, |directory| Ok(renameat2(directory, from, directory, to, RenameFlags::empty())?))
 }
 
@@ -76,7 +77,6 @@ fn open_to_read(directory: &Path) -> Result<File, Errno> {
 #[cfg(test)]
 mod tests {
     use std::{
-        ffi::OsStr,
         fs,
         os::{fd::AsRawFd, unix::ffi::OsStrExt, unix::fs::symlink},
         sync::atomic::{AtomicBool, AtomicUsize, Ordering},

@@ -12,7 +12,7 @@ use host::{
     lock::{self, HostLock, LOCK, LOCK_REPLACING},
     machine,
     mountinfo::Mount,
-    state::{self, ENVIRONMENTS, STATE},
+    state::{self, STATE},
     statedir, sysctl, trust,
 };
 use hostapi::{HostState, Refusal, RemoveOrder, StopOrder, Undo};
@@ -73,7 +73,7 @@ pub fn remove(root: &Root, brokers: &dyn Brokers, order: &RemoveOrder) -> Result
         refuse_mounts_in_prefix(&prefix, order.keep_state)?;
     }
     let run_dir = root.path(RUN_DIR);
-    refuse_mounts(&run_dir, |_| false).map_err(|error| Refusal::io("remove", &run_dir, &error))?;
+    refuse_mounts(&run_dir, trust::is_by_user).map_err(|error| Refusal::io("remove", &run_dir, &error))?;
     if let Some(state) = &state {
         undo_all(root, state)?;
     }
@@ -98,16 +98,18 @@ fn refuse_shared(state: &HostState, file_system: Option<&str>) -> Result<(), Ref
 }
 
 /// Refuses if anything is mounted inside the prefix, except in a statedir that is kept. The prefix itself may be a mount
-/// point. What users have mounted in environments goes with them. A user's mount over a statedir is refused: what it
+/// point. What users have mounted goes with what it is in. A user's mount over a statedir that is to be kept is refused: what it
 /// hides is unknown.
 fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusal> {
     let Ok(prefix) = prefix.canonicalize() else { return Ok(()) };
     let is_spared = |mount: &Mount| {
         let below = mount.point.strip_prefix(&prefix).ok().and_then(|below| below.components().next());
         let Some(child) = below.map(|name| prefix.join(name)) else { return true };
-        let goes_with_it = trust::is_by_user(mount) && child == prefix.join(ENVIRONMENTS);
         let hides_it = trust::is_by_user(mount) && child == mount.point;
-        goes_with_it || (keep_state && !hides_it && statedir::is_kept(&child))
+        match keep_state && statedir::is_kept(&child) {
+            true => !hides_it,
+            false => trust::is_by_user(mount),
+        }
     };
     refuse_mounts(&prefix, is_spared).map_err(|error| Refusal::io("remove", &prefix, &error))
 }

@@ -15,14 +15,14 @@ use tokio::{
 };
 use tracing::debug;
 
-use api::{BROKER_RUN_DIR, IdSet};
+use api::{BROKER_RUN_DIR, IdSet, RUN_DIR};
 use bridge::Occupancy;
 use broker::{
     pending::{Pending, pending},
     rfc3::{Client, RpcError},
     status::{Change, InstanceStatus, attribute, instance, online, online_line, state, watch as changes},
 };
-use host::files::{host_path, open_in_host_root};
+use host::files::{host_path, open_in_host_root, open_only_path_below};
 use hostapi::HostView;
 use model::hostlist;
 use pods::occupied::Occupied;
@@ -119,7 +119,9 @@ fn fits_since(before: Option<(u64, Instant)>, fits: Option<u64>) -> Option<(u64,
 /// No broker listens, or it refuses this process.
 pub async fn connect() -> Result<Client, RpcError> {
     let socket = Path::new(BROKER_RUN_DIR).join("local");
-    let file = open_in_host_root(&socket).map_err(|source| RpcError::Connect { path: socket.clone(), source })?;
+    let (above, way) = (Path::new(RUN_DIR), socket.strip_prefix(RUN_DIR).unwrap_or(&socket));
+    let opened = open_in_host_root(above).and_then(|above| open_only_path_below(above, way));
+    let file = opened.map_err(|source| RpcError::Connect { path: socket.clone(), source })?;
     Client::connect(&host_path(&file)).await
 }
 

@@ -14,7 +14,7 @@ pub mod systemd;
 
 use std::{
     fs, io,
-    os::unix::fs::{PermissionsExt, chown},
+    os::unix::fs::{PermissionsExt, fchown},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -31,6 +31,7 @@ use host::{
     lock::FileLock,
     log,
     process::{Identity, Signal},
+    trust,
     users::{self, User},
 };
 use hostapi::{LaunchOrder, LaunchRecord, Refusal, RunningBroker, StopOrder};
@@ -362,7 +363,17 @@ fn running(process: Identity, record: RunRecord) -> RunningBroker {
 
 /// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are.
 fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
-    fs::create_dir_all(path)?;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
-    chown(path, Some(user.uid), Some(user.gid))
+    fs::create_dir_all(path.parent().unwrap_or(path))?;
+    let made = match fs::create_dir(path) {
+        // The broker's user may have mounted something over the last broker's.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => trust::uncovered(path).or_else(|error| {
+            tracing::warn!(%error, "making the broker's rundir again");
+            remove_all_if_there(path)?;
+            fs::create_dir(path)?;
+            trust::uncovered(path)
+        })?,
+        made => made.and_then(|()| trust::uncovered(path))?,
+    };
+    made.set_permissions(fs::Permissions::from_mode(0o755))?;
+    fchown(&made, Some(user.uid), Some(user.gid))
 }
