@@ -3,6 +3,7 @@
 use std::{
     fs,
     io::Write,
+    os::unix::fs::{PermissionsExt, chown, symlink},
     path::{Path, PathBuf},
 };
 
@@ -99,6 +100,38 @@ fn a_dump_becomes_the_leads_statedir_and_the_older_statedir_is_kept() {
     assert_eq!(fs::read_to_string(host.below("state.id-1.1/content.sqlite")).unwrap(), "newer");
 }
 
+/// Its jobs run as the brokers' user.
+#[test]
+fn a_dump_that_another_user_may_have_written_is_refused() {
+    need_root!();
+    let host = host();
+    dump(&host, "id-1");
+    let put = |directory: &str, mode: u32, file: u32, owner: u32| {
+        let path = format!("{directory}/dump.tgz");
+        fs::create_dir_all(host.at(directory)).unwrap();
+        fs::set_permissions(host.at(directory), fs::Permissions::from_mode(mode)).unwrap();
+        fs::copy(host.at(DUMP), host.at(&path)).unwrap();
+        fs::set_permissions(host.at(&path), fs::Permissions::from_mode(file)).unwrap();
+        chown(host.at(&path), Some(owner), None).unwrap();
+        path
+    };
+    for (path, words) in [
+        (put("/tmp", 0o1777, 0o644, 500), "belongs to the user with uid 500"),
+        (put("/srv", 0o777, 0o644, 0), "users other than root can write to /srv"),
+        (put("/mnt", 0o755, 0o664, 0), "can write to /mnt/dump.tgz"),
+    ] {
+        let refusal = take_over(&host, &order(Some(&path))).unwrap_err();
+        assert!(refusal.message.contains(words) && refusal.message.contains("`--from -`"), "{refusal}");
+    }
+    symlink("/root/dump.tgz", host.at("/mnt/link")).unwrap();
+    fs::hard_link(host.at(DUMP), host.at("/mnt/other")).unwrap();
+    for path in ["/mnt/link", "/mnt/other"] {
+        assert!(take_over(&host, &order(Some(path))).is_err());
+    }
+    assert!(word(&host).is_none());
+    take_over(&host, &order(Some(&put("/tmp", 0o1777, 0o600, 0)))).unwrap();
+}
+
 #[test]
 fn a_takeover_that_is_refused_changes_nothing() {
     need_root!();
@@ -127,7 +160,7 @@ fn a_takeover_that_is_refused_changes_nothing() {
     fs::write(host.at(DUMP), &bytes[..bytes.len() - 4]).unwrap();
     refused(DUMP, "can't be read to its end");
     refused("/root/nothing.tgz", "/root/nothing.tgz");
-    refused("/root", "is a directory");
+    refused("/root", "it is not a plain file");
     host.brokers.running.replace(Some(lead));
     refused(DUMP, "the lead's broker runs here as process 7");
 }

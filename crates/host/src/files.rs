@@ -27,11 +27,14 @@ pub use super::{
     removal::{mounts_in, open_in, refuse_mounts, remove_all_if_there},
     underneath::{exchange_in, rename_in},
 };
-use crate::trust;
+use crate::{Root, trust};
 use hostapi::Refusal;
 
 /// For `custom_flags` of [`OpenOptions`]: the last part of the path must not be a symlink.
 pub const NO_SYMLINK: i32 = OFlag::O_NOFOLLOW.bits();
+
+/// The root of PID 1.
+const HOST_ROOT: &str = "/proc/1/root";
 
 /// Most tries to open a file while the kernel answers EAGAIN.
 const MOST_TRIES: usize = 1000;
@@ -366,7 +369,7 @@ impl HostRoot {
     /// # Errors
     /// If the pod lacks hostPID or is not privileged.
     pub fn open() -> io::Result<Self> {
-        Self::at(Path::new("/proc/1/root"))
+        Self::at(Path::new(HOST_ROOT))
     }
 
     /// Another directory in place of the host's root.
@@ -481,10 +484,11 @@ pub fn make_dirs_in_host_root(path: &Path) -> io::Result<OwnedFd> {
 /// read it.
 ///
 /// # Errors
-/// If either file can't be opened, read or written; then `to` is unchanged.
+/// If other users can change what root has in the directory of `to`, or either file can't be opened, read or written; then `to` is
+/// unchanged.
 pub fn copy_in_host_root(from: &Path, to: &Path) -> io::Result<()> {
-    let name = to.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::IsADirectory))?;
-    let dir = open_in_host_root(to.parent().unwrap_or(Path::new("/")))?;
+    let (above, name) = split(to)?;
+    let dir = trust::directory_for_files(&Root::at(HOST_ROOT), above).map_err(io::Error::other)?;
     let (to, new) = (host_path(&dir).join(name), aside(&host_path(&dir).join(name)));
     // Left by a copy that was killed.
     remove_if_there(&new)?;

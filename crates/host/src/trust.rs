@@ -37,6 +37,8 @@ const MOST_LINKS: usize = 40;
 const MOST_BYTES: u64 = 64 << 20;
 /// Write permission of the group and of others.
 const OPEN: u32 = 0o022;
+/// What others have in such a directory, nobody but they and the directory's owner can rename or remove.
+const STICKY: u32 = 0o1000;
 /// To examine what is there without opening it.
 const LOOK: OFlag = OFlag::O_PATH.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
 
@@ -112,10 +114,16 @@ struct Rule {
     may_last_be_open: bool,
     /// Directories may belong to any user. Symlinks may not.
     may_directories_be_anybodys: bool,
+    /// Directories may be open to writes of others if these can't replace what root has put there, as in /tmp.
+    may_directories_be_sticky: bool,
 }
 
 impl Rule {
-    const CLOSED: Self = Self { may_last_be_open: false, may_directories_be_anybodys: false };
+    const CLOSED: Self =
+        Self { may_last_be_open: false, may_directories_be_anybodys: false, may_directories_be_sticky: false };
+
+    /// For what an administrator has put somewhere, or wants there.
+    const CLOSED_OR_STICKY: Self = Self { may_directories_be_sticky: true, ..Self::CLOSED };
 
     /// For a directory that is about to be closed, as [`make_closed_directory`] does: a new file system may be open.
     const BEFORE_IT_IS_CLOSED: Self = Self { may_last_be_open: true, ..Self::CLOSED };
@@ -132,7 +140,10 @@ impl Rule {
             return Err(Distrust::Owner { path: path.to_owned(), uid });
         }
         // A symlink has no permissions of its own.
-        let may_be_open = kind(found) == SFlag::S_IFLNK || (is_last && self.may_last_be_open);
+        let is_sticky = kind(found) == SFlag::S_IFDIR && found.st_mode & STICKY != 0;
+        let may_be_open = kind(found) == SFlag::S_IFLNK
+            || (is_last && self.may_last_be_open)
+            || (is_sticky && self.may_directories_be_sticky);
         if !may_be_open && found.st_mode & OPEN != 0 {
             return Err(Distrust::Open { path: path.to_owned(), mode: found.st_mode & 0o7777 });
         }
@@ -183,6 +194,31 @@ pub fn directory_to_close(root: &Root, path: &Path) -> Result<Option<OwnedFd>, D
     Ok(walked.is_whole.then_some(walked.last))
 }
 
+/// Opens the directory `path` of the host, for a file that root puts there: others can change nothing that root has there.
+///
+/// # Errors
+/// As for [`directory`], and if it does not exist.
+pub fn directory_for_files(root: &Root, path: &Path) -> Result<OwnedFd, Distrust> {
+    let walked = walk(root, path, Rule::CLOSED_OR_STICKY, false)?;
+    if walked.is_whole { Ok(walked.last) } else { Err(Distrust::io(path, Errno::ENOENT)) }
+}
+
+/// Opens the plain file `path` of the host for reading, if nobody but root can have written it.
+///
+/// # Errors
+/// As for [`directory_for_files`] and [`read`].
+pub fn open_file(root: &Root, path: &Path) -> Result<File, Distrust> {
+    let failed = |source| Distrust::Io { path: path.to_owned(), source };
+    let (above, name) = split(path).map_err(failed)?;
+    let directory = directory_for_files(root, above)?;
+    let found = look_at_plain(&directory, path, name)?.ok_or_else(|| Distrust::io(path, Errno::ENOENT))?;
+    // The other name may be one that a user gave it.
+    if fstat(&found).map_err(|errno| Distrust::io(path, errno))?.st_nlink > 1 {
+        return Err(Distrust::Kind { path: path.to_owned(), wanted: "a file with one name" });
+    }
+    File::open(host_path(&found)).map_err(failed)
+}
+
 /// Opens the directory `path` of the host, even if other users can change it, unless a symlink on the way is another
 /// user's.
 pub fn by_roots_links(root: &Root, path: &Path) -> Option<OwnedFd> {
@@ -228,14 +264,20 @@ pub fn make_closed_directory(root: &Root, path: &Path, mode: u32) -> Result<(), 
 /// [`Distrust`] of the file, which was then not read.
 pub fn read(directory: &OwnedFd, path: &Path, name: &str) -> Result<Option<Vec<u8>>, Distrust> {
     let path = path.join(name);
+    let found = look_at_plain(directory, &path, OsStr::new(name))?;
+    found.map(|found| content(&found)).transpose().map_err(|source| Distrust::Io { path, source })
+}
+
+/// Opens the plain file `name` in `directory` only to examine it, if nobody but root can have written it. `path` is that of the file.
+fn look_at_plain(directory: &OwnedFd, path: &Path, name: &OsStr) -> Result<Option<OwnedFd>, Distrust> {
     // Examined before it is opened for reading: a pipe would block, and opening a device may have effects.
-    let Some(found) = look(directory, &path, OsStr::new(name))? else { return Ok(None) };
-    let status = fstat(&found).map_err(|errno| Distrust::io(&path, errno))?;
+    let Some(found) = look(directory, path, name)? else { return Ok(None) };
+    let status = fstat(&found).map_err(|errno| Distrust::io(path, errno))?;
     if kind(&status) != SFlag::S_IFREG {
-        return Err(Distrust::Kind { path, wanted: "a plain file" });
+        return Err(Distrust::Kind { path: path.to_owned(), wanted: "a plain file" });
     }
-    Rule::CLOSED.check(&path, &status, false)?;
-    content(&found).map(Some).map_err(|source| Distrust::Io { path, source })
+    Rule::CLOSED.check(path, &status, false)?;
+    Ok(Some(found))
 }
 
 /// uid of the owner of `name` in `directory`, which is the host's `path`; None if there is no such entry.

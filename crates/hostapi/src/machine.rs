@@ -18,17 +18,18 @@ pub struct Machine {
 
 impl Machine {
     /// Whether both can be one machine: most of what both tell is equal, and between two parts that contradict each other the
-    /// host name decides.
+    /// host name decides, or the hardware where one has no name.
     pub fn may_be(&self, other: &Self) -> bool {
         let known = |one: &str, other: &str, is_same: fn(&str, &str) -> bool| {
             (!one.is_empty() && !other.is_empty()).then(|| is_same(one, other))
         };
         let is_equal: fn(&str, &str) -> bool = |one, other| one == other;
         let name = known(&self.name, &other.name, is_one_name);
-        let parts = [name, known(&self.id, &other.id, is_equal), known(&self.hardware, &other.hardware, is_equal)];
+        let hardware = known(&self.hardware, &other.hardware, is_equal);
+        let parts = [name, known(&self.id, &other.id, is_equal), hardware];
         let count = |wanted| parts.iter().filter(|part| **part == Some(wanted)).count();
         match count(true).cmp(&count(false)) {
-            std::cmp::Ordering::Equal => name.unwrap_or(true),
+            std::cmp::Ordering::Equal => name.or(hardware).unwrap_or(true),
             order => order.is_gt(),
         }
     }
@@ -72,6 +73,9 @@ mod tests {
             assert_eq!(first.may_be(&other), is_it, "{what}");
             assert_eq!(other.may_be(&first), is_it, "{what}");
         }
+        let unnamed = |id: &str, hardware: &str| machine("", id, hardware);
+        assert!(!unnamed("id1", "hw1").may_be(&unnamed("id1", "hw2")), "two clones whose name is localhost");
+        assert!(unnamed("id1", "hw1").may_be(&unnamed("id2", "hw1")), "a new machine-id");
         // As two clones at two sites that share a directory.
         assert!(!machine("n1.here", "id1", "").may_be(&machine("n1.there", "id1", "")));
     }

@@ -16,8 +16,10 @@ use base::error_chain;
 use host::{
     Root,
     dumps::ID_KEY,
-    files::{Owner, open_plain, write_atomic},
-    state, statedir, users,
+    files::{Owner, write_atomic},
+    state, statedir,
+    trust::{self, Distrust},
+    users,
 };
 use hostapi::{Refusal, TakeoverOrder};
 
@@ -50,7 +52,7 @@ pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Re
         let owner = users::resolve_on(root, &order.run_as)?.owner();
         let instance_id = &order.takeover.instance_id;
         statedir::prepare_from_dump(&prefix, instance_id, owner, |path| {
-            copy(&root.path(dump), path)?;
+            copy(root, dump, path)?;
             match check(path).map_err(|error| Refusal::new(format!("{} {}", dump.display(), error_chain(&error))))? {
                 Some(id) if id == *instance_id => Ok(()),
                 Some(id) => Err(Refusal::new(format!(
@@ -75,9 +77,15 @@ pub fn read(prefix: &Path) -> Option<Takeover> {
     serde_json::from_slice(&fs::read(prefix.join(TAKEOVER)).ok()?).ok()
 }
 
-fn copy(from: &Path, to: &Path) -> Result<(), Refusal> {
-    let cant_read = |error: io::Error| Refusal::io("read", from, &error);
-    let mut source = open_plain(from).map_err(cant_read)?;
+fn copy(root: &Root, from: &Path, to: &Path) -> Result<(), Refusal> {
+    // Whoever has written the dump decides which jobs run as the brokers' user.
+    let mut source = trust::open_file(root, from).map_err(|distrust| match distrust {
+        Distrust::Io { source, .. } => Refusal::io("read", from, &source),
+        Distrust::Kind { path, wanted } => Refusal::new(format!("can't read {}: it is not {wanted}", path.display())),
+        distrust => Refusal::new(format!(
+            "{distrust}; the dump's jobs will run, so it must be one that only root can have written: or give it by `--from -` on stdin"
+        )),
+    })?;
     let mut write = || -> io::Result<()> {
         let mut options = OpenOptions::new();
         let mut file = options.write(true).create_new(true).mode(0o600).open(to)?;
