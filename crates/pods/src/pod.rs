@@ -245,6 +245,12 @@ impl PodView {
         self.holds_until(now).is_some()
     }
 
+    /// It is gone, and kubelet had not taken it up. If Flux gave it cores, a container may have begun to start there. But nobody has
+    /// to ask Flux for cores for it: anybody can make a pod with the name of a node in it and delete it by force, without end.
+    pub fn is_gone_before_it_began(&self) -> bool {
+        self.gone.is_some() && !self.is_taken_up
+    }
+
     /// It is not about to end.
     pub fn stays(&self) -> bool {
         !self.is_deleting && self.gone.is_none() && !self.is_terminal()

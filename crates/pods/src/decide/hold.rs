@@ -74,7 +74,7 @@ impl<'a> Holdings<'a> {
                 let record = &held.bridged.record;
                 record.pinned == Some(*rank) && record.lists(&pod.uid) && !held.slots.is_empty()
             });
-            pinned.map(|held| held.is_overfull = true).is_none()
+            !pod.is_gone_before_it_began() && pinned.map(|held| held.is_overfull = true).is_none()
         });
         Self { jobs, uncovered: left }
     }
@@ -83,6 +83,9 @@ impl<'a> Holdings<'a> {
 impl<'a> Held<'a> {
     /// Gives `pod` a free slot on `rank`, if there is one and `reason` holds. Returns true if it did.
     fn take(&mut self, pod: &'a PodView, rank: Rank, reason: Reason) -> bool {
+        if self.bridged.record.pinned.is_some() && pod.is_gone_before_it_began() {
+            return false;
+        }
         let recorded = pod.record.as_ref().filter(|record| record.id == self.job.id);
         let is_meant = |slot: &Slot| match reason {
             Reason::Recorded => recorded.is_some_and(|record| record.cores == slot.cores),

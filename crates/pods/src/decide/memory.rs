@@ -15,13 +15,17 @@ pub struct Memory {
     pub(super) incomplete: BTreeMap<GangId, Millis>,
     /// What the bridge said about each pod, and when, by uid.
     pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Millis)>>,
-    pub(super) given_up: GivenUp,
+    pub(super) recovery: RecoveryMemory,
 }
 
-/// The gangs that hold up a recovery no longer, because a job was refused for them.
+/// What holds up a recovery: gangs that were there when it began, until they are asked for. Otherwise somebody who goes on making
+/// pods, with the name of a node written in them, could keep all queues stopped.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct GivenUp {
+pub(super) struct RecoveryMemory {
     /// The life of the broker that is recovered from.
     pub life: String,
-    pub gangs: BTreeSet<GangId>,
+    /// The gangs that were there, and in how many rounds jobs were submitted for each.
+    pub asked: BTreeMap<GangId, u32>,
+    /// Those for which a job was refused.
+    pub given_up: BTreeSet<GangId>,
 }

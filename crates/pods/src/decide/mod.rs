@@ -22,6 +22,7 @@ use broker::job_id::JobId;
 
 use self::{
     hold::Holdings,
+    memory::RecoveryMemory,
     round::{Round, being_bound, listed},
     start::{Progress, Queued},
     words::Words,
@@ -122,6 +123,7 @@ fn may_begin(world: &World, action: &Action) -> bool {
 
 /// Serves every gang.
 fn serve(round: &mut Round, memory: &mut Memory) -> Report {
+    memory.recovery = RecoveryMemory::default();
     if round.broker.queues.has_stopped_by_us() && !round.world.under_way.contains(&Action::StartQueues) {
         round.actions.push(Action::StartQueues);
     }

@@ -7,7 +7,8 @@
 //!
 //! Nothing waits for a rank that is down or drained: its jobs stay pending, and are the first there when it returns.
 //! Nothing waits for a gang whose new jobs Flux refuses: its old jobs stay, and hold what they can. One refusal counts until
-//! the recovery ends, so that each gang is asked for once, however many are refused. But if Flux takes no jobs at all
+//! the recovery ends, so that each gang is asked for once, however many are refused. Nothing waits for a gang that came after
+//! the recovery began, either. But if Flux takes no jobs at all
 //! (`flux queue disable`), the queues stay stopped while any pod runs on cores that no job holds.
 
 use std::collections::BTreeSet;
@@ -16,7 +17,7 @@ use broker::job_id::JobId;
 
 use super::{
     hold::Holdings,
-    memory::{GivenUp, Memory},
+    memory::{Memory, RecoveryMemory},
     pause::reason_to_pause,
     pins::{Again, submit_pins},
     request::request,
@@ -32,6 +33,9 @@ use crate::{
     record::GangId,
     world::Queues,
 };
+
+/// Most rounds of a recovery in which jobs are submitted for one gang: its pods may end one after another meanwhile.
+const MOST_ASKED: u32 = 50;
 
 /// What recovery waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -69,12 +73,16 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
             return Recovery::Queues;
         }
     }
-    // A refusal counts only if this broker has refused, and takes jobs at all.
-    if memory.given_up.life != round.broker.life || !round.broker.accepts_jobs {
-        memory.given_up = GivenUp { life: round.broker.life.clone(), gangs: BTreeSet::new() };
-    }
     // Taken out while the loop changes the round.
     let gangs = std::mem::take(&mut round.gangs);
+    if memory.recovery.life != round.broker.life {
+        let asked = gangs.iter().map(|gang| (gang.id.clone(), 0)).collect();
+        memory.recovery = RecoveryMemory { life: round.broker.life.clone(), asked, given_up: BTreeSet::new() };
+    }
+    // A refusal counts only if this broker takes jobs at all.
+    if !round.broker.accepts_jobs {
+        memory.recovery.given_up.clear();
+    }
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
     let mut is_disabled = false;
     for gang in &gangs {
@@ -84,7 +92,10 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         }
         match give_again(round, memory, gang, &mut needed) {
             Again::Asked => {}
-            Again::Submitting => is_submitting = true,
+            Again::Submitting => {
+                is_submitting = true;
+                memory.recovery.asked.entry(gang.id.clone()).and_modify(|asked| *asked += 1);
+            }
             Again::Paused => drop(paused.insert(&gang.id)),
             Again::Disabled => {
                 is_disabled = true;
@@ -116,7 +127,8 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
     let jobs = round.jobs_of(&gang.id);
     let holdings = Holdings::of(gang, &jobs, &round.ranks, round.now);
     let on_rank = |pod: &'a PodView| Some((pod, *round.ranks.get(pod.node.as_deref()?)?));
-    let mut pods: Vec<_> = gang.holding(round.now).filter_map(on_rank).collect();
+    let holding = gang.holding(round.now).filter(|pod| !pod.is_gone_before_it_began());
+    let mut pods: Vec<_> = holding.filter_map(on_rank).collect();
     if pods.is_empty() {
         // Its pods may all run on nodes that are members no more: Flux has nothing to give them.
         let is_elsewhere = gang.holding(round.now).next().is_some();
@@ -128,20 +140,21 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
         let free = slots.filter(|(_, pod)| pod.is_none()).map(|(slot, _)| slot.rank);
         pods.extend(gang.waiting().zip(free));
     }
-    let is_paused = give_up_if_refused(round, memory, &gang.id);
+    let is_paused = is_given_up(round, memory, &gang.id);
     let pins = submit_pins(round, gang, &holdings, pods, is_paused);
     needed.extend(pins.pending);
     pins.again
 }
 
-/// True if Flux has refused a job for `gang` in this recovery, which is remembered until its end. If the gang were asked for
-/// again after a while, a recovery might never end: before the last of some thousand gangs is refused, the first would be due
-/// again.
-fn give_up_if_refused(round: &mut Round, memory: &mut Memory, gang: &GangId) -> bool {
+/// True if this recovery does not wait for `gang`. If Flux has refused a job for it, that is remembered until the end of the recovery:
+/// if the gang were asked for again after a while, a recovery might never end, because before the last of some thousand gangs is
+/// refused, the first would be due again.
+fn is_given_up(round: &mut Round, memory: &mut Memory, gang: &GangId) -> bool {
     if reason_to_pause(round, gang).is_some() {
-        memory.given_up.gangs.insert(gang.clone());
+        memory.recovery.given_up.insert(gang.clone());
     }
-    memory.given_up.gangs.contains(gang)
+    let is_asked_enough = memory.recovery.asked.get(gang).is_none_or(|asked| *asked >= MOST_ASKED);
+    is_asked_enough || memory.recovery.given_up.contains(gang)
 }
 
 /// A gang of which nothing is bound is asked for as a whole, before all others.
@@ -151,7 +164,7 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
     if !was_given || is_asked || gang.problem.is_some() {
         return Again::Asked;
     }
-    if give_up_if_refused(round, memory, &gang.id) {
+    if is_given_up(round, memory, &gang.id) {
         return Again::Paused;
     }
     let pods: Vec<&PodView> = gang.waiting().collect();

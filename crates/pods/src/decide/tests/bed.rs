@@ -137,10 +137,10 @@ impl Bed {
         self.change(name, |pod| pod.phase = phase);
     }
 
-    /// The pod is gone, by force if it has not ended.
+    /// The pod is gone, by force if it has not ended. kubelet reports that it has taken a pod up when it begins to start it.
     pub fn vanish(&mut self, name: &str) {
         let Some(pod) = self.pods.remove(&format!("uid-{name}")) else { return };
-        if pod.node.is_some() && !pod.is_terminal() {
+        if pod.is_taken_up && !pod.is_terminal() {
             self.ghosts.insert(pod.uid.clone(), (pod.clone(), self.now + FORCED_HOLD));
         }
         self.watch.push_back((News::Gone(pod.uid), 0));

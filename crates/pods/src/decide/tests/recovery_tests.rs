@@ -13,7 +13,7 @@ use crate::{
     fixture::pod,
     jobs::NOTE,
     jobspec::{FIRST_URGENCY, PINNED_URGENCY},
-    pod::{FORCED_HOLD, Phase},
+    pod::{FORCED_HOLD, Phase, PodView},
     time::SECOND,
     world::Queues,
 };
@@ -30,6 +30,15 @@ fn running() -> Bed {
     bed.settle();
     bed.done.clear();
     bed
+}
+
+/// One decision, and all that follows from it.
+fn step(bed: &mut Bed) -> Standing {
+    let decision = bed.decide();
+    decision.actions.iter().for_each(|action| bed.carry_out(action));
+    bed.schedule();
+    bed.deliver(usize::MAX, usize::MAX);
+    decision.report.standing
 }
 
 fn is_allocated(bed: &Bed, name: &str) -> bool {
@@ -73,13 +82,6 @@ fn the_steps_come_one_after_the_other() {
     let mut bed = running();
     bed.restart_broker(|_| true, false);
     bed.broker().queues = Queues::Offline;
-    let step = |bed: &mut Bed| {
-        let decision = bed.decide();
-        decision.actions.iter().for_each(|action| bed.carry_out(action));
-        bed.schedule();
-        bed.deliver(usize::MAX, usize::MAX);
-        decision.report.standing
-    };
     assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Scheduler));
     bed.broker().queues = Queues::Started;
     assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Queues));
@@ -359,4 +361,44 @@ fn no_queue_stays_open_during_a_recovery_and_those_that_waited_for_it_start() {
     bed.broker().queues = Queues::PartlyStarted;
     bed.settle();
     assert_eq!(bed.broker().queues, Queues::Started);
+}
+
+/// Whoever may make pods in a namespace can write the name of a node in one, and delete it by force before kubelet has taken it up.
+#[test]
+fn forged_pods_that_come_and_go_hold_no_cores_and_delay_no_recovery() {
+    for is_deleted in [true, false] {
+        let mut bed = running();
+        bed.restart_broker(|_| true, false);
+        let record = bed.pods["uid-g2"].record.clone();
+        let forge = |bed: &mut Bed, number: u32| {
+            let name = format!("forged{number}");
+            bed.create([PodView { node: Some("node1".to_owned()), record: record.clone(), ..pod(&name, 1) }]);
+            bed.deliver(usize::MAX, usize::MAX);
+            if is_deleted {
+                bed.vanish(&name);
+            }
+        };
+        let standing = (1..20).find(|number| {
+            forge(&mut bed, *number);
+            step(&mut bed) == Standing::Serving
+        });
+        assert!(standing.is_some(), "the queues stay stopped");
+        bed.settle();
+        let forged = bed.shown_jobs().into_iter().filter(|job| job.contains("forged")).count();
+        assert_eq!(forged == 0, is_deleted, "{:?}", bed.shown_jobs());
+        let jobs: Vec<_> = bed.shown_jobs().into_iter().filter(|job| !job.contains("forged")).collect();
+        assert_eq!(jobs, ["default/q 2x1 waits", "default/g 2x1 @0", "default/g 1x1 @1"]);
+    }
+}
+
+/// As a user who goes on deleting members of a gang and making them again, with the name of a node in them.
+#[test]
+fn a_gang_that_goes_on_changing_delays_a_recovery_only_for_a_while() {
+    let mut bed = running();
+    bed.restart_broker(|_| true, false);
+    let ended = (1..200).find(|number| {
+        bed.change("g2", |pod| (pod.uid, pod.name) = (format!("uid-g2x{number}"), format!("g2x{number}")));
+        step(&mut bed) == Standing::Serving
+    });
+    assert!(ended.is_some(), "the queues stay stopped");
 }
