@@ -206,8 +206,8 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
 }
 
 /// What plans while an agent holds the Lease.
-fn plan(client: kube::Client, identity: String, members: Arc<AtomicU32>) -> BoxFuture<'static, ()> {
-    Box::pin(planner::run(client, identity, members))
+fn plan(client: kube::Client, identity: String, agents: Arc<AtomicU32>) -> BoxFuture<'static, ()> {
+    Box::pin(planner::run(client, identity, agents))
 }
 
 fn manual_step(step: ManualStep, arguments: agent::AgentArguments) -> Result<ExitCode, Failure> {

@@ -17,7 +17,7 @@ use kube::{
     Api, Client,
     api::{ObjectMeta, PostParams},
 };
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, timeout, timeout_at};
 use tracing::debug;
 
 use crate::{
@@ -52,24 +52,34 @@ impl Sight {
 pub struct Candidate {
     leases: Api<Lease>,
     identity: String,
-    members: Arc<AtomicU32>,
+    /// How many candidates there are.
+    agents: Arc<AtomicU32>,
     sight: Sight,
-    /// The present time by the previous planner's clock, from the Lease's renewTime; kept when this candidate takes the
-    /// Lease.
-    predecessor_time: Option<Timestamp>,
+    /// When this candidate asked for the last write that the API server has made: the others count from no earlier moment.
+    renewed: Instant,
+    /// The time that the Lease told at the last look: by the previous planner's clock until `has_limits`, by ours afterwards.
+    lease_time: Option<Timestamp>,
     /// This planner has taken over the time limits of the one before.
     has_limits: Arc<AtomicBool>,
 }
 
 impl Candidate {
     /// Creates a candidate with the name `identity`.
-    pub fn new(client: Client, identity: String, members: Arc<AtomicU32>) -> Self {
-        let leases = Api::namespaced(client, NAMESPACE);
-        Self { leases, identity, members, sight: Sight::default(), predecessor_time: None, has_limits: Arc::default() }
+    pub fn new(client: Client, identity: String, agents: Arc<AtomicU32>) -> Self {
+        Self {
+            leases: Api::namespaced(client, NAMESPACE),
+            identity,
+            agents,
+            sight: Sight::default(),
+            renewed: Instant::now(),
+            lease_time: None,
+            has_limits: Arc::default(),
+        }
     }
 
-    /// To be set once the time limits of the planner before are taken over. Until then the Lease tells its time, or they would end
-    /// early if this planner ended before.
+    /// The planner sets this once it has moved the previous planner's time limits to its own clock. Until then this candidate writes
+    /// the previous planner's time into the Lease, so that a planner that takes over meanwhile moves the limits by the right
+    /// difference.
     pub fn has_limits(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.has_limits)
     }
@@ -80,29 +90,31 @@ impl Candidate {
         self.has_limits.store(false, Ordering::Relaxed);
         loop {
             match timeout(RENEW_EVERY, self.step()).await {
-                Ok(Ok(true)) => return self.predecessor_time,
+                Ok(Ok(true)) => return self.lease_time,
                 Ok(Ok(false)) => {}
                 Ok(Err(error)) => debug!(%error, "can't read or take the Lease"),
                 Err(_) => debug!("reading or taking the Lease took too long"),
             }
             // Jitter, so that the candidates don't all read the Lease at the same time.
-            sleep(look_every(self.members.load(Ordering::Relaxed)).mul_f64(0.5 + chance())).await;
+            sleep(look_every(self.agents.load(Ordering::Relaxed)).mul_f64(0.5 + chance())).await;
         }
     }
 
     /// Renews the Lease, and returns when it is lost or when other candidates may consider it expired.
     pub async fn keep(&mut self) {
-        let mut renewed = Instant::now();
+        let mut every = interval_at(Instant::now() + RENEW_EVERY, RENEW_EVERY);
+        every.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            sleep(RENEW_EVERY).await;
-            match timeout(RENEW_EVERY, self.step()).await {
-                Ok(Ok(true)) => renewed = Instant::now(),
-                Ok(Ok(false)) => return,
-                Ok(Err(error)) => debug!(%error, "can't renew the Lease"),
-                Err(_) => debug!("renewing the Lease took too long"),
-            }
-            if renewed.elapsed() + RENEW_EVERY >= LEASE_DURATION {
-                return;
+            let until = self.renewed + LEASE_DURATION;
+            let renewal = async {
+                every.tick().await;
+                timeout(RENEW_EVERY, self.step()).await
+            };
+            match timeout_at(until, renewal).await {
+                Ok(Ok(Ok(true))) => {}
+                Ok(Ok(Ok(false))) | Err(_) => return,
+                Ok(Ok(Err(error))) => debug!(%error, "can't renew the Lease"),
+                Ok(Err(_)) => debug!("renewing the Lease took too long"),
             }
         }
     }
@@ -113,7 +125,8 @@ impl Candidate {
         let found = self.leases.get_opt(LEASE_PLANNER).await?;
         let view = found.as_ref().map(|lease| self.sight.view(lease, lease_duration(lease.spec.as_ref())));
         let step = next_step(view.as_ref(), &self.identity);
-        self.predecessor_time = found.as_ref().zip(view.as_ref()).and_then(|(lease, view)| time_of(lease, view));
+        self.lease_time = found.as_ref().zip(view.as_ref()).and_then(|(lease, view)| time_of(lease, view));
+        let asked = Instant::now();
         let written = match (step, found) {
             (LeaseStep::Create, _) => {
                 let metadata = ObjectMeta { name: Some(LEASE_PLANNER.to_owned()), ..ObjectMeta::default() };
@@ -131,6 +144,7 @@ impl Candidate {
         };
         match written {
             Ok(lease) => {
+                self.renewed = asked;
                 self.sight.view(&lease, LEASE_DURATION);
                 Ok(true)
             }
@@ -139,11 +153,12 @@ impl Candidate {
         }
     }
 
-    /// By the clock of the planner whose time limits are in the roster. A clock that is ahead of ours is not carried on: by ours
-    /// these limits end late, and if one planner moved them and ended before it said so, they would end early.
+    /// The time that the Lease is to tell. If the previous planner's clock is ahead of ours, ours is used: the limits then end late at
+    /// worst. With its clock, a planner that moved the limits and died before it said so would have them moved a second time, and
+    /// they would end early.
     fn time(&self) -> Timestamp {
         let now = clock::now();
-        match self.predecessor_time {
+        match self.lease_time {
             Some(time) if !self.has_limits.load(Ordering::Relaxed) => time.min(now),
             _ => now,
         }
@@ -262,5 +277,19 @@ mod tests {
             let told = candidate("third").acquire().await;
             assert!(is_near(told, clock::now()), "{hours}: {told:?}");
         }
+    }
+
+    /// As an API server that has stopped answering.
+    #[tokio::test(start_paused = true)]
+    async fn the_holder_gives_up_before_others_take_the_lease() {
+        let hangs = tower::service_fn(|_: Request<Body>| {
+            std::future::pending::<Result<Response<Body>, std::convert::Infallible>>()
+        });
+        let mut holder = Candidate::new(Client::new(hangs, NAMESPACE), "me".into(), Arc::default());
+        // The answer to the last renewal took a second.
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let others_may_take_it = holder.renewed + LEASE_DURATION;
+        holder.keep().await;
+        assert!(Instant::now() <= others_may_take_it);
     }
 }

@@ -52,14 +52,13 @@ pub fn next_transitions(seen: Option<i32>, step: LeaseStep) -> i32 {
     seen.unwrap_or(0).max(0).saturating_add(i32::from(step == LeaseStep::Take))
 }
 
-/// The longest that a candidate waits between two looks. The number of members is in the FluxInstance's status, which every
-/// agent's token may write: a forged one must not put all other candidates to sleep for years.
+/// The longest that a candidate waits between two looks, whatever number of agents it reads.
 const LONGEST_LOOK: Duration = Duration::from_mins(5);
 
-/// How long a candidate waits between two looks, when `members` others look too: all together ask about twenty times a
+/// How long a candidate waits between two looks, when `agents` others look too: all together ask about twenty times a
 /// second at most, up to the number for which that is [`LONGEST_LOOK`].
-pub fn look_every(members: u32) -> Duration {
-    Duration::from_millis(u64::from(members) * 50).clamp(RENEW_EVERY, LONGEST_LOOK)
+pub fn look_every(agents: u32) -> Duration {
+    Duration::from_millis(u64::from(agents) * 50).clamp(RENEW_EVERY, LONGEST_LOOK)
 }
 
 #[cfg(test)]
@@ -109,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forged_number_of_members_puts_no_candidate_to_sleep_for_long() {
+    fn a_forged_number_of_agents_puts_no_candidate_to_sleep_for_long() {
         assert_eq!(look_every(u32::MAX), Duration::from_mins(5));
     }
 }

@@ -3,7 +3,7 @@
 
 use std::fmt::Display;
 
-use super::topology::Topology;
+use super::{topology::Topology, tree::is_flat};
 use api::{DEFAULT_BROKER_PORT, EpochSettings, FluxInstanceSpec};
 
 /// Default CPUWeight of the brokers and their jobs. kubepods has a weight in the thousands on a large node, a single
@@ -68,15 +68,10 @@ pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, ce
     if wanted.pods == running.pods {
         wanted.only_whole_cores = running.only_whole_cores;
     }
-    if is_flat(running) && is_flat(&wanted) {
+    if is_flat(running) == Some(true) && is_flat(&wanted) == Some(true) {
         wanted.topology.clone_from(&running.topology);
     }
     wanted
-}
-
-fn is_flat(settings: &EpochSettings) -> bool {
-    let size = settings.max_size;
-    Topology::parse(&settings.topology, size).is_ok_and(|topology| topology.is_flat(size))
 }
 
 /// Describes how the running epoch differs from what the spec asks for now; None if it doesn't.

@@ -3,7 +3,7 @@
 use super::topology::Topology;
 use api::{EpochSettings, Rank, Roster};
 
-/// The parent of `rank` in the roster's tree.
+/// The parent of `rank` in the roster's tree. None for rank 0, and for every rank if the roster's topology doesn't parse.
 pub fn parent(roster: &Roster, rank: Rank) -> Option<Rank> {
     topology(roster)?.parent(rank)
 }
@@ -13,8 +13,8 @@ pub fn topology(roster: &Roster) -> Option<Topology> {
     Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
 }
 
-/// True if a broker of this epoch is the child of another one than the lead's.
-pub(crate) fn is_deep(settings: &EpochSettings) -> bool {
+/// True if all brokers of this epoch but the lead's are children of the lead's. None if its topology doesn't parse.
+pub(crate) fn is_flat(settings: &EpochSettings) -> Option<bool> {
     let (topology, size) = (&settings.topology, settings.max_size);
-    Topology::parse(topology, size).is_ok_and(|topology| (1..size).any(|rank| topology.parent(rank) != Some(0)))
+    Topology::parse(topology, size).ok().map(|topology| topology.is_flat(size))
 }

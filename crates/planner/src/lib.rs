@@ -19,9 +19,9 @@ use kube::Client;
 use tracing::{info, warn};
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
-/// `members` is the size of the instance as this agent knows it: the more candidates, the more rarely each asks.
-pub async fn run(client: Client, identity: String, members: Arc<AtomicU32>) {
-    let mut lease = lease::Candidate::new(client.clone(), identity.clone(), members);
+/// `agents`: how many candidates there are, as this agent knows it. The more, the more rarely each asks.
+pub async fn run(client: Client, identity: String, agents: Arc<AtomicU32>) {
+    let mut lease = lease::Candidate::new(client.clone(), identity.clone(), agents);
     loop {
         let predecessor_time = lease.acquire().await;
         let has_limits = lease.has_limits();

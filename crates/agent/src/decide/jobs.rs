@@ -27,7 +27,7 @@ pub fn running_jobs(view: &HostView, answer: &JobsAnswer, counts: impl Fn(Rank) 
     let rank = view.broker.as_ref().map(|broker| broker.record.rank);
     let has_others_below = |rank| {
         let Some(roster) = host_roster(view).filter(|_| answer.may_carry_others) else { return false };
-        topology(&roster).is_some_and(|topology| topology.is_interior(rank, roster.settings.max_size))
+        topology(&roster).is_none_or(|topology| topology.is_interior(rank, roster.settings.max_size))
     };
     match &answer.lead {
         Ok(ranks) if ranks.0.iter().any(|rank| counts(*rank)) => Some("jobs are running"),

@@ -48,8 +48,8 @@ struct LastInstance {
 pub struct Sources {
     client: Client,
     began: Instant,
-    /// Members of the instance, for the planner's candidates.
-    pub members: Arc<AtomicU32>,
+    /// How many agents there are, each of them a candidate for the planner's Lease.
+    pub agents: Arc<AtomicU32>,
     /// Objects that this agent watches.
     pub watched: watch::Receiver<WatchedObjects>,
     /// What the broker says over its socket.
@@ -83,7 +83,7 @@ impl Sources {
         Self {
             client: client.clone(),
             began: Instant::now(),
-            members: Arc::default(),
+            agents: Arc::default(),
             watched: watch_objects(client, node_name, daemonset),
             broker: broker_state::follow(ask_broker.clone()),
             ask_broker,
@@ -110,6 +110,7 @@ impl Sources {
         // What changes from here on begins the next round.
         let watched = self.watched.borrow_and_update().clone();
         drop(self.broker.borrow_and_update());
+        self.agents.store(watched.agents(), Ordering::Relaxed);
         self.follow_instance(&watched);
         self.check_stall(&watched, reporter).await;
         let host = ops.observe().await?;
@@ -215,18 +216,18 @@ impl Sources {
             spec: instance.spec.clone(),
             uid,
         };
-        self.members.store(instance.status.as_ref().map_or(0, |status| status.size), Ordering::Relaxed);
         let own = watched.own_spec().filter(|own| own.instance_uid.as_ref() == Some(&self.instance.uid));
         self.prefix = own.and_then(|own| own.prefix.clone());
     }
 
     /// After a suspension, what is remembered counts again once the API server repeats it.
     async fn check_stall(&self, watched: &WatchedObjects, reporter: &Reporter) {
-        if self.stall.was_suspended()
+        let until = self.stall.suspended_until();
+        if until.is_some()
             && let Ok(node) = reporter.of(reporter.name()).await
             && node.as_ref().map(|node| &node.spec) == watched.own_spec()
         {
-            self.stall.refreshed();
+            self.stall.confirmed(until);
         }
     }
 

@@ -12,51 +12,59 @@ use host::facts::uptime;
 
 /// Longer than an overloaded machine makes a ready task wait, and shorter than the planner takes to give a rank to another node.
 const SUSPENDED: Duration = Duration::from_secs(10);
-const BEAT_EVERY: Duration = Duration::from_secs(1);
+/// Well below [`SUSPENDED`], so that a gap shows a suspension and not a look that was late.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// The rule, without a clock of its own.
+/// Notes a gap between two looks at the clock. The time is passed in, so that the rule can be tested.
 #[derive(Debug, Default)]
-struct Pulse {
+struct Looks {
     last: Duration,
-    was_suspended: bool,
+    /// When the process woke up from a suspension that the API server has not been asked after.
+    woke_up: Option<Duration>,
 }
 
-impl Pulse {
-    fn beat(&mut self, now: Duration) {
-        self.was_suspended |= now.saturating_sub(self.last) > SUSPENDED;
+impl Looks {
+    fn look(&mut self, now: Duration) {
+        if now.saturating_sub(self.last) > SUSPENDED {
+            self.woke_up = Some(now);
+        }
         self.last = now;
     }
 }
 
 /// Tracks suspensions of this process since the API server confirmed what the agent remembers.
 #[derive(Clone)]
-pub struct StallDetector(Arc<Mutex<Pulse>>);
+pub struct StallDetector(Arc<Mutex<Looks>>);
 
 impl StallDetector {
     /// Starts a task that watches the clock until the detector is dropped.
     pub fn begin() -> Self {
-        let pulse = Arc::new(Mutex::new(Pulse { last: uptime(), was_suspended: false }));
-        let beating = Arc::downgrade(&pulse);
+        let looks = Arc::new(Mutex::new(Looks { last: uptime(), woke_up: None }));
+        let looking = Arc::downgrade(&looks);
         tokio::spawn(async move {
-            while let Some(pulse) = beating.upgrade() {
-                Self(pulse).was_suspended();
-                sleep(BEAT_EVERY).await;
+            while let Some(looks) = looking.upgrade() {
+                Self(looks).suspended_until();
+                sleep(LOOK_EVERY).await;
             }
         });
-        Self(pulse)
+        Self(looks)
     }
 
-    /// True if this process was suspended since [`refreshed`](Self::refreshed) was called last.
-    pub fn was_suspended(&self) -> bool {
-        let mut pulse = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // The beating task may not have run since the process woke up.
-        pulse.beat(uptime());
-        pulse.was_suspended
+    /// When this process woke up from its last suspension, since the machine's start; None if the API server has
+    /// [confirmed](Self::confirmed) since what the agent remembers.
+    pub fn suspended_until(&self) -> Option<Duration> {
+        let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // The task may not have looked since the process woke up.
+        looks.look(uptime());
+        looks.woke_up
     }
 
-    /// The API server has confirmed what the agent remembers.
-    pub fn refreshed(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).was_suspended = false;
+    /// The API server has confirmed what the agent remembers, in answer to a question that was asked when
+    /// [`Self::suspended_until`] was `then`. A later suspension still counts.
+    pub fn confirmed(&self, then: Option<Duration>) {
+        if self.suspended_until() == then {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).woke_up = None;
+        }
     }
 }
 
@@ -67,13 +75,19 @@ mod tests {
     #[test]
     fn an_agent_that_was_suspended_knows_it_until_it_has_heard_the_api_again() {
         for (beats, expected) in [(&[1, 2, 3][..], false), (&[1, 10, 20], false), (&[1, 12, 13, 14], true)] {
-            let mut pulse = Pulse::default();
-            beats.iter().for_each(|at| pulse.beat(Duration::from_secs(*at)));
-            assert_eq!(pulse.was_suspended, expected, "{beats:?}");
+            let mut looks = Looks::default();
+            beats.iter().for_each(|at| looks.look(Duration::from_secs(*at)));
+            assert_eq!(looks.woke_up.is_some(), expected, "{beats:?}");
         }
-        let memory = StallDetector(Arc::new(Mutex::new(Pulse { last: uptime(), was_suspended: true })));
-        assert!(memory.was_suspended());
-        memory.refreshed();
-        assert!(!memory.was_suspended());
+        let first = Duration::from_secs(1);
+        let detector = StallDetector(Arc::new(Mutex::new(Looks { last: uptime(), woke_up: Some(first) })));
+        let asked = detector.suspended_until();
+        assert_eq!(asked, Some(first));
+        detector.confirmed(asked);
+        assert_eq!(detector.suspended_until(), None);
+        // Suspended again, before the answer is taken in.
+        detector.0.lock().unwrap().woke_up = Some(first * 2);
+        detector.confirmed(asked);
+        assert_eq!(detector.suspended_until(), Some(first * 2));
     }
 }

@@ -75,6 +75,12 @@ pub struct WatchedObjects {
 }
 
 impl WatchedObjects {
+    /// How many agents there are, members or not: as many as our DaemonSet has pods. 0 until that is known.
+    pub fn agents(&self) -> u32 {
+        let status = self.daemonset.here().and_then(|daemonset| daemonset.status.as_ref());
+        status.and_then(|status| u32::try_from(status.desired_number_scheduled).ok()).unwrap_or(0)
+    }
+
     fn set<K: Watched>(&mut self, presence: Presence<K>) {
         *K::place(self) = presence;
         let uninstall =

@@ -14,7 +14,7 @@ use crate::{
     },
     prefix,
     settings::{owner, pending, settings},
-    tree::is_deep,
+    tree::is_flat,
 };
 use api::{FailedLeads, FluxNodeStatus, Roster, packed};
 use base::words::many;
@@ -103,7 +103,7 @@ fn first_roster(
         Err(reason) => return Decision::Wait(reason),
     };
     let settings = settings(seen.spec, nodes.len(), digest, certificate);
-    let deep = is_deep(&settings);
+    let deep = is_flat(&settings) == Some(false);
     let limit = limit(seen.spec, settings.max_size);
     // In a deep tree, an interior rank whose node never comes up would strand its children.
     let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));

@@ -15,7 +15,7 @@ use crate::{
     hostlist,
     observed::retain_secs,
     project::project,
-    tree::is_deep,
+    tree::is_flat,
 };
 use api::{Adopted, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry, Want};
 
@@ -304,7 +304,7 @@ impl Cluster {
                 assert!(covers || (entry.drain.is_some() && is_idle), "rank {rank} has shrunk: {was:?} {is:?}");
             }
             Some(now) => {
-                let deep = is_deep(&next.settings);
+                let deep = is_flat(&next.settings) == Some(false);
                 let reported = report(&member.node).map(|own| own.adopted.as_ref().map(|broker| broker.rank));
                 let is_out = lead.is_some_and(|lead| lead.offline.contains(&rank))
                     || reported.is_some_and(|reported| reported != Some(rank));
