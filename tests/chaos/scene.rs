@@ -213,7 +213,7 @@ impl Scene {
         self.brokers().into_iter().filter(|(_, broker)| is_below(broker.rank)).map(|(node, _)| node).collect()
     }
 
-    /// In the same tree: a rank but the lead's that others hang on, or one without children. A broker that was below a node that is
+    /// In the same tree: a rank but the lead's with others below it, or one without children. A broker that was below a node that is
     /// gone may have another place since.
     pub fn pick_rank(&mut self, interior: bool) -> u32 {
         let ranks: Vec<_> = self.brokers().values().map(|broker| broker.rank).filter(|rank| *rank != 0).collect();

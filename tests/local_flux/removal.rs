@@ -77,7 +77,7 @@ fn a_host_that_is_not_clean_yet_makes_its_deleted_flux_node_again() {
 
 #[test]
 fn if_the_lead_is_off_a_tree_is_removed_from_its_leaves() {
-    // Without the lead nothing shows whether jobs run, so a node waits for the brokers that hang on its own.
+    // Without the lead nothing shows whether jobs run, so a node waits for the brokers below its own.
     let Some(cluster) = Cluster::up(4, &["--topology", "kary:2"]) else { return };
     let lead = cluster.holder(0);
     cluster.must(&["node", &lead, "power-off"]);

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::harness::Cluster;
 
-/// Eight nodes in the tree `topology`, in which `parent` returns the parent of a rank; then one that others hang on is gone for
+/// Eight nodes in the tree `topology`, in which `parent` returns the parent of a rank; then one with others below it is gone for
 /// good.
 fn check_that_a_lost_interior_node_strands_no_other(topology: &str, parent: fn(u32) -> u32) {
     let Some(cluster) = Cluster::up(8, &["--topology", topology]) else { return };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// How long a holder may be silent. It is short, because a new node has to wait for the next planner. That is safe:
 /// every write of the roster names the resourceVersion that it replaces, so a planner whose Lease has expired can't
-/// overwrite the next one's.
+/// overwrite the next one's, and the next one corrects in its first round what else was still under way.
 pub const LEASE_DURATION: Duration = Duration::from_secs(5);
 /// About a third of [`LEASE_DURATION`], so that the holder keeps the Lease if one renewal fails.
 pub const RENEW_EVERY: Duration = Duration::from_millis(1600);

@@ -9,7 +9,7 @@ use std::{
 
 use nix::unistd::geteuid;
 
-use super::files::open_directory;
+use super::{files::open_directory, trust::WRITABLE_BY_OTHERS};
 
 /// Makes a directory that only this user can use. One that is there is used, and closed to others, if this user owns it and
 /// nobody else could write to it. In a directory that users share, another user may have made it first, or may replace it
@@ -38,7 +38,7 @@ pub fn own_directory(path: &Path) -> io::Result<File> {
 }
 
 fn check(owner: u32, mode: u32, own: u32, is_new: bool) -> io::Result<()> {
-    if owner == own && mode & 0o022 == 0 {
+    if owner == own && mode & WRITABLE_BY_OTHERS == 0 {
         return Ok(());
     }
     Err(if is_new {

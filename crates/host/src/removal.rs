@@ -32,8 +32,6 @@ const MOST_NAMES: usize = 1000;
 const MOST_LEVELS: usize = 64;
 /// How often [`remove_tree`] lists a directory: a damaged one, or one that root's own processes fill, is never empty.
 const MOST_LISTS: u32 = 100_000;
-/// The right to write of group and others.
-const WRITABLE_BY_OTHERS: u32 = 0o022;
 
 /// Removes a directory with its content, or a file; succeeds if there is none. What other users have mounted in it by FUSE
 /// goes with it: such a mount is theirs to make wherever they could write once, and must not keep root from a removal.
@@ -112,7 +110,7 @@ fn remove_tree(above: &File, name: &OsStr) -> io::Result<()> {
 fn enter(above: &File, name: &OsStr) -> io::Result<(File, Level)> {
     let directory = open_in(above, name)?;
     let found = directory.metadata()?;
-    if !trust::is_own(found.uid()) || found.mode() & WRITABLE_BY_OTHERS != 0 {
+    if !trust::is_own(found.uid()) || found.mode() & trust::WRITABLE_BY_OTHERS != 0 {
         // Its user could else fill it as fast as it is emptied. A file system without owners refuses this, but can be
         // emptied nevertheless.
         let closed = fchown(&directory, Some(trust::own_uid()), None)

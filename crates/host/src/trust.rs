@@ -36,7 +36,7 @@ const MOST_LINKS: usize = 40;
 /// Most bytes read of a file. A roster of ten thousand nodes has some megabytes.
 const MOST_BYTES: u64 = 64 << 20;
 /// Write permission of the group and of others.
-const OPEN: u32 = 0o022;
+pub const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// What others have in such a directory, nobody but they and the directory's owner can rename or remove.
 const STICKY: u32 = 0o1000;
 /// To examine what is there without opening it.
@@ -144,7 +144,7 @@ impl Rule {
         let may_be_open = kind(found) == SFlag::S_IFLNK
             || (is_last && self.may_last_be_open)
             || (is_sticky && self.may_directories_be_sticky);
-        if !may_be_open && found.st_mode & OPEN != 0 {
+        if !may_be_open && found.st_mode & WRITABLE_BY_OTHERS != 0 {
             return Err(Distrust::Open { path: path.to_owned(), mode: found.st_mode & 0o7777 });
         }
         Ok(())

@@ -9,7 +9,7 @@ use std::{
 
 use host::{
     files::{FileError, open_plain},
-    trust::is_trusted,
+    trust::{WRITABLE_BY_OTHERS, is_trusted},
 };
 
 /// Prefix of the names of unfinished files; six letters or digits follow.
@@ -59,7 +59,7 @@ fn pointed_to(path: &Path) -> io::Result<Option<PathBuf>> {
         return Ok(None);
     }
     let directory = fs::metadata(directory_of(path))?;
-    let is_shared = directory.mode() & 0o022 != 0;
+    let is_shared = directory.mode() & WRITABLE_BY_OTHERS != 0;
     if is_shared && !is_trusted(link.uid()) && link.uid() != directory.uid() {
         let words = format!("it is a symlink that the user with uid {} has made; name another file", link.uid());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, words));

@@ -6,14 +6,15 @@ use crate::{constraint::Constraint, record::JobRecord};
 
 /// The urgency of a gang whose pods have priority 0 (RFC 30's default).
 const NORMAL_URGENCY: u8 = 16;
-/// The highest urgency of a gang. Above it is only what has been given cores before.
+/// The highest urgency that a pod's priority can give. Above it are only gangs that run, or ran, in part.
 const HIGHEST_URGENCY: u8 = 29;
-/// The urgency of a gang that had resources before the broker restarted, and of which no pod was bound yet; and of jobs that
-/// complete a gang which runs in part.
+/// The urgency of jobs for the missing part of a gang that runs, and of one for a gang that had resources before the broker
+/// restarted but none of whose pods was bound.
 pub const FIRST_URGENCY: u8 = 30;
-/// The urgency of a job for pods that are bound: what runs keeps its cores. Nothing else may have it, or that could take them.
+/// The urgency of jobs that hold the cores of pods that are bound. A job of the same urgency could get these cores first, so no other
+/// job has it.
 pub const PINNED_URGENCY: u8 = 31;
-/// Longest duration, in seconds: 100 years. Longer ones would not fit beside the time of day.
+/// Longest duration, in seconds: 100 years. The scheduler adds it to the present time, and a much longer one would overflow that.
 const LONGEST: u64 = 100 * 365 * 86_400;
 
 /// A job to submit.
@@ -48,7 +49,8 @@ impl JobRequest {
         let mut system = json!({
             "duration": self.duration.clamp(1, LONGEST),
             "job": { "name": self.record.gang.to_string() },
-            // job-exec starts no process, and nothing here ever starts the job.
+            // With `override`, job-exec waits for an RPC before it starts anything, and nobody sends that. The job keeps its cores until
+            // it is cancelled.
             "exec": { "test": { "override": 1, "run_duration": "3650d" } },
         });
         if let Some(constraints) = self.constraint.json() {
@@ -99,17 +101,14 @@ pub fn could_be_bridged(name: &str) -> bool {
     name.contains('/')
 }
 
-/// The urgency for pods of this priority (PriorityClass): 16 for 0, more for more, from 1 to 29. 31 steps can't tell all
-/// priorities apart, so a step is a factor of five above 0, and of seven below.
+/// The urgency for pods of this priority (PriorityClass): 16 for 0, and one step more or less for each factor of five, from 2 to 29.
 pub fn urgency(priority: i32) -> u8 {
-    let steps = |factor: u32| {
-        let powers = std::iter::successors(Some(1_u32), |power| power.checked_mul(factor));
-        u8::try_from(powers.take_while(|power| *power <= priority.unsigned_abs()).count()).unwrap_or(u8::MAX)
-    };
+    let powers = std::iter::successors(Some(1_u32), |power| power.checked_mul(5));
+    let steps = powers.take_while(|power| *power <= priority.unsigned_abs()).count();
+    let steps = u8::try_from(steps).unwrap_or(u8::MAX);
     match priority {
-        0 => NORMAL_URGENCY,
-        1.. => NORMAL_URGENCY.saturating_add(steps(5)).min(HIGHEST_URGENCY),
-        _ => NORMAL_URGENCY.saturating_sub(steps(7)).max(1),
+        0.. => NORMAL_URGENCY.saturating_add(steps).min(HIGHEST_URGENCY),
+        _ => NORMAL_URGENCY.saturating_sub(steps),
     }
 }
 
@@ -192,8 +191,18 @@ mod tests {
 
     #[test]
     fn urgency_rises_with_priority_and_leaves_the_ends_free() {
-        let known =
-            [(0, 16), (1, 17), (4, 17), (5, 18), (1000, 21), (1_000_000, 25), (1_000_000_000, 29), (-1, 15), (-7, 14)];
+        let known = [
+            (0, 16),
+            (1, 17),
+            (4, 17),
+            (5, 18),
+            (1000, 21),
+            (1_000_000, 25),
+            (1_000_000_000, 29),
+            (-1, 15),
+            (-5, 14),
+            (i32::MIN, 2),
+        ];
         for (priority, expected) in known {
             assert_eq!(urgency(priority), expected, "{priority}");
         }

@@ -285,7 +285,7 @@ mod tests {
     #[test]
     fn a_lead_stops_the_queues_and_a_follower_drains_what_ends_with_it() {
         let set = |text: &str| text.parse::<IdSet>().unwrap();
-        // In a binary tree ranks 3 and 4 hang on rank 1, and 7 on rank 3.
+        // In a binary tree ranks 3 and 4 are below rank 1, and 7 below rank 3.
         for (rank, online, drained, expected) in [
             (Some(0), "0-7", "", Some(Measure::StopQueues)),
             (Some(1), "0-7", "", Some(Measure::Drain(set("1,3-4,7")))),

@@ -18,7 +18,7 @@ pub struct JobsAnswer {
 
 /// Why jobs may be running on ranks for which `counts` is true; None if none can. The lead's answer decides. Without it, this
 /// host's job shells do; and a broker that lives, of the lead or with others below it, is no proof that nothing runs elsewhere:
-/// all that hang on it would end with it.
+/// all ranks below it would end with it.
 pub fn running_jobs(view: &HostView, answer: &JobsAnswer, counts: impl Fn(Rank) -> bool) -> Option<&'static str> {
     // A broker without a socket was not up yet, and has given out no job.
     let nothing_listens = !view.rundir_lost
@@ -36,7 +36,7 @@ pub fn running_jobs(view: &HostView, answer: &JobsAnswer, counts: impl Fn(Rank) 
             Some("the lead's broker lives but does not answer, so jobs may be running")
         }
         Err(_) if !nothing_listens && rank.is_some_and(has_others_below) => Some(
-            "the lead does not answer, and jobs may be running on ranks that hang on this node's broker (if you know better: \
+            "the lead does not answer, and jobs may be running on ranks below this node's broker (if you know better: \
                  `flux-distribute uninstall --force` in this node's pod)",
         ),
         _ => None,
@@ -160,7 +160,7 @@ mod tests {
         }
         let joins = JobsAnswer { lead: silent(), may_carry_others: false };
         assert_eq!(running_jobs(&tree(Some(1), 0), &joins, |_| true), None);
-        // Rank 7 hangs on ranks 3, 1 and 0.
+        // Rank 7 is below ranks 3, 1 and 0.
         for (rank, ends) in [(0, true), (1, true), (3, true), (7, true), (2, false), (4, false)] {
             let (view, answer) = (tree(Some(rank), 0), JobsAnswer { lead: uses(1), may_carry_others: true });
             assert_eq!(running_jobs(&view, &answer, |busy| ends_with(&view, busy)).is_some(), ends, "{rank}");

@@ -39,7 +39,7 @@ pub async fn jobs_may_run(view: &HostView) -> Option<&'static str> {
     running_jobs(view, &ask().await, |_| true)
 }
 
-/// Why jobs may be running that end with the broker of this host: those on its rank, and on ranks that hang on it.
+/// Why jobs may be running that end with the broker of this host: those on its rank, and on ranks below it.
 pub async fn jobs_may_run_here(view: &HostView) -> Option<&'static str> {
     running_jobs(view, &ask().await, |rank| ends_with(view, rank))
 }

@@ -45,12 +45,12 @@ pub(crate) async fn run(layout: &Layout, json: bool) -> Result<(), LocalError> {
     } else {
         let instances: Api<DeserializeGuard<FluxInstance>> = Api::default_namespaced(client);
         let instance = instances.get_opt(api::INSTANCE).await.context(|| "can't read the FluxInstance".to_owned())?;
-        let first = match instance.map(|instance| instance.0) {
+        let first = match instance.map(|instance| instance.0.ok()) {
             None => "there is no FluxInstance".to_owned(),
-            Some(Err(_)) => {
+            Some(None) => {
                 "another version of flux-distribute wrote the FluxInstance, and this one can't read it".to_owned()
             }
-            Some(Ok(instance)) => wait::describe(&instance.status.unwrap_or_default()),
+            Some(Some(instance)) => wait::describe(&instance.status.unwrap_or_default()),
         };
         format!("INSTANCE  {first}\n{}", table(&lines))
     };

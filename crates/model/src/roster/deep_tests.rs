@@ -38,7 +38,7 @@ fn ranks_below_a_leaving_member_get_no_new_jobs_until_it_has_left() {
     world.settle();
     for rank in [5, 6] {
         let drain = entry_of(&world, rank).drain.unwrap();
-        assert_eq!((drain.reason.as_str(), drain.leave), ("rank 2, which it hangs on, leaves", false));
+        assert_eq!((drain.reason.as_str(), drain.leave), ("rank 2, above it in the tree, is leaving", false));
     }
     assert_eq!(entry_of(&world, 1).drain, None);
     assert_eq!(world.wants("node3"), Want::Run, "a job may start below it at any moment");

@@ -32,7 +32,8 @@ pub(super) fn drain(seen: &Observed, members: &Members, roster: &mut Roster) {
         seen.reports.values().filter_map(|report| members.orphan_broker_rank(report)).collect();
     for (place, rank) in ranks.into_iter().enumerate() {
         let ending_ancestor = || topology?.ancestors(rank).find(|above| ending.contains(above));
-        let below = || ending_ancestor().map(|above| (format!("rank {above}, which it hangs on, leaves"), false));
+        let below =
+            || ending_ancestor().map(|above| (format!("rank {above}, above it in the tree, is leaving"), false));
         let wanted = reason(seen, members, roster, rank, place >= limit).or_else(below);
         let stopped = has_left(seen, members, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };

@@ -22,7 +22,8 @@ use crate::{
 };
 use host::{
     files::{HostRoot, host_path, open_only_path, open_uncovered},
-    mountinfo, trust,
+    mountinfo,
+    trust::{self, WRITABLE_BY_OTHERS},
 };
 
 /// File name of the records in an environment.
@@ -34,8 +35,6 @@ const USUAL_OF_FILE: u32 = 0o644;
 /// Permissions of most directories. Only others are recorded.
 const USUAL_OF_DIRECTORY: u32 = 0o755;
 
-/// The write permissions of group and others.
-pub(crate) const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// The write permission of all users.
 const WRITABLE_BY_ALL: u32 = 0o002;
 

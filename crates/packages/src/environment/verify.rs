@@ -13,14 +13,14 @@ use crate::{
     environment::{
         opened::Opened,
         read_marker, ready,
-        records::{RECORDS, Records, Tree, WRITABLE_BY_OTHERS, by_packages, digests_while, is_open, is_utf8, mode},
+        records::{RECORDS, Records, Tree, by_packages, digests_while, is_open, is_utf8, mode},
     },
     fetch::archive,
 };
 use host::{
     files::{HostRoot, open_uncovered},
     state::{ENVIRONMENTS, environment},
-    trust::is_trusted,
+    trust::{WRITABLE_BY_OTHERS, is_trusted},
 };
 use hostapi::{Difference, Progress, Refusal, Slice, Verified, VerifyOrder, What};
 
