@@ -19,6 +19,8 @@ remedies="BUNDLE=FILE|URL (\`flux-distribute bundle create\` makes one on a mach
 
 fail() { echo "demo: $*" >&2; exit 2; }
 
+[[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "NODES is \"$nodes\", not a number of nodes"
+
 # Root is needed for namespaces, cgroups and links.
 sudo=()
 if [ "$(id -u)" != 0 ]; then

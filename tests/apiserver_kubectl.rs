@@ -228,7 +228,7 @@ spec: {nodeName: node1, containers: [{name: main, image: 'image:1'}]}
 ";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_the_server_lacks_is_named_and_nothing_waits_for_it() {
+async fn kubectl_names_what_the_server_lacks() {
     let Some(kubectl) = serve_kubectl().await else { return };
     kubectl.works(&["apply", "-f", "-"], NAMESPACE).await;
     let (good, text) = kubectl.run(&["apply", "-f", "-"], KINDS_THAT_ARE_NOT_SERVED).await;

@@ -36,7 +36,7 @@ pub struct ValidateArguments {
     /// The file, YAML or JSON; - reads stdin
     file: PathBuf,
     /// Show what would change, and when, against the FluxInstance in this file, such as the output of `kubectl get fxi
-    /// flux -o yaml`; - reads stdin. A field that only the latter sets counts as removed
+    /// flux -o yaml`; - reads stdin. A field that only this file sets counts as removed
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
     /// Output format

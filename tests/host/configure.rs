@@ -73,7 +73,9 @@ fn no_user_inherits_the_queue_of_another() {
     host.configure(&of("4242", not_established("id-1"))).unwrap();
     assert_eq!((queue("state/content.sqlite").as_deref(), owner(&host.below("state"))), (Some("forged"), (4242, 4242)));
 
-    // An instance that was never online has no queue to keep.
+    // A broker has kept a queue in this one, whether the instance was online or not.
+    host.configure(&of("root", not_established("id-1"))).unwrap_err();
+    fs::remove_file(host.below("state/content.sqlite")).unwrap();
     host.configure(&of("root", not_established("id-1"))).unwrap();
     assert_eq!((queue("state/content.sqlite"), owner(&host.below("state"))), (None, (0, 0)));
 }

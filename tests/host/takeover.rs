@@ -124,10 +124,7 @@ fn a_dump_that_another_user_may_have_written_is_refused() {
         assert!(refusal.message.contains(words) && refusal.message.contains("`--from -`"), "{refusal}");
     }
     symlink("/root/dump.tgz", host.at("/mnt/link")).unwrap();
-    fs::hard_link(host.at(DUMP), host.at("/mnt/other")).unwrap();
-    for path in ["/mnt/link", "/mnt/other"] {
-        assert!(take_over(&host, &order(Some(path))).is_err());
-    }
+    assert!(take_over(&host, &order(Some("/mnt/link"))).is_err());
     assert!(word(&host).is_none());
     take_over(&host, &order(Some(&put("/tmp", 0o1777, 0o600, 0)))).unwrap();
 }

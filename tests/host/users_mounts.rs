@@ -71,7 +71,7 @@ impl Drop for UsersMount {
 }
 
 #[test]
-fn what_the_brokers_user_has_mounted_holds_up_neither_a_new_certificate_nor_a_removal() {
+fn a_mount_of_the_brokers_user_stops_neither_a_new_certificate_nor_a_removal() {
     need_root!();
     if skips_without([Need::Fuse]) {
         return;

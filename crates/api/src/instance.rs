@@ -427,6 +427,9 @@ pub struct FluxInstanceStatus {
     /// Identity of the Flux instance. Set once the lead was online; from then on the roster is never thrown away.
     #[serde(default, rename = "instanceID", skip_serializing_if = "Option::is_none")]
     pub instance_id: Option<String>,
+    /// The user that owns the brokers. Set once the lead was online; from then on no change of `spec.broker.runAs` takes effect.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run_as: Option<String>,
     /// The current epoch; counts the coordinated starts.
     #[serde(default)]
     pub epoch: u64,

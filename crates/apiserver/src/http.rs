@@ -35,7 +35,7 @@ const MAX_BODY: usize = 3 << 20;
 /// Where kubectl looks for the schema of a kind that is not in OpenAPI v3, before it says that the server does not have that kind.
 const OPENAPI_V2: &str = "/openapi/v2";
 
-/// In this encoding, nothing is an empty schema.
+/// In this encoding, an empty body is an empty schema.
 const OPENAPI_V2_TYPE: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
 
 /// How long open requests may continue after shutdown has begun.

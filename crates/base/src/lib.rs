@@ -9,9 +9,9 @@ pub mod words;
 /// An error and its causes as one sentence, for a log, the wire, and errors that can't carry a source. Without the
 /// credentials of URLs: the errors of libraries name what they asked.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut sentence = without_debug(error.to_string());
+    let mut sentence = without_kube_debug(error.to_string());
     for cause in std::iter::successors(error.source(), |cause| cause.source()) {
-        let words = without_debug(cause.to_string());
+        let words = without_kube_debug(cause.to_string());
         // Many errors repeat their source in their own words.
         if !sentence.contains(&words) {
             sentence = format!("{sentence}: {words}");
@@ -20,9 +20,9 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
     redact::redacted(&sentence)
 }
 
-/// `words` of an error that may be, or quote, one of crate kube: after the API server's words that one has all fields of the answer,
-/// in the syntax of Rust.
-fn without_debug(mut words: String) -> String {
+/// Removes what crate kube adds to the API server's message: the prefix `ApiError: ` and, in parentheses, the debug form of the whole
+/// Status.
+fn without_kube_debug(mut words: String) -> String {
     if let Some(begin) = words.find(" (Status { ")
         && let Some(end) = words.rfind(" })")
         && begin < end

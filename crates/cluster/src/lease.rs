@@ -52,10 +52,10 @@ impl Sight {
 pub struct Candidate {
     leases: Api<Lease>,
     identity: String,
-    /// How many candidates there are.
+    /// The number of candidates, as this one knows it: the more there are, the less often each looks.
     agents: Arc<AtomicU32>,
     sight: Sight,
-    /// When this candidate asked for the last write that the API server has made: the others count from no earlier moment.
+    /// When this candidate sent its last successful write. The others count the Lease's duration from then or later.
     renewed: Instant,
     /// The time that the Lease told at the last look: by the previous planner's clock until `has_limits`, by ours afterwards.
     lease_time: Option<Timestamp>,
@@ -110,11 +110,12 @@ impl Candidate {
                 every.tick().await;
                 timeout(RENEW_EVERY, self.step()).await
             };
-            match timeout_at(until, renewal).await {
-                Ok(Ok(Ok(true))) => {}
-                Ok(Ok(Ok(false))) | Err(_) => return,
-                Ok(Ok(Err(error))) => debug!(%error, "can't renew the Lease"),
-                Ok(Err(_)) => debug!("renewing the Lease took too long"),
+            let Ok(renewal) = timeout_at(until, renewal).await else { return };
+            match renewal {
+                Ok(Ok(true)) => {}
+                Ok(Ok(false)) => return,
+                Ok(Err(error)) => debug!(%error, "can't renew the Lease"),
+                Err(_) => debug!("renewing the Lease took too long"),
             }
         }
     }
@@ -153,9 +154,9 @@ impl Candidate {
         }
     }
 
-    /// The time that the Lease is to tell. If the previous planner's clock is ahead of ours, ours is used: the limits then end late at
-    /// worst. With its clock, a planner that moved the limits and died before it said so would have them moved a second time, and
-    /// they would end early.
+    /// The time to write into the Lease. If the previous planner's clock is ahead, this is our time: its time limits then end late. With
+    /// the previous planner's time, a planner that moved the limits and died before it said so would cause a second move, and the limits
+    /// would end early.
     fn time(&self) -> Timestamp {
         let now = clock::now();
         match self.lease_time {

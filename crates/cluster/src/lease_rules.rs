@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forged_number_of_agents_puts_no_candidate_to_sleep_for_long() {
+    fn no_number_of_agents_puts_a_candidate_to_sleep_for_long() {
         assert_eq!(look_every(u32::MAX), Duration::from_mins(5));
     }
 }

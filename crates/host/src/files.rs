@@ -92,7 +92,7 @@ pub fn write_atomic(path: &Path, content: &[u8], mode: u32, owner: Owner) -> Res
     }
     let aside = aside(path);
     let write = || -> io::Result<()> {
-        remove_if_there(&aside)?;
+        remove_all_if_there(&aside)?;
         // create_new does not follow a symlink, so the directory's owner can't redirect the write.
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?;
         file.write_all(content)?;
@@ -487,8 +487,11 @@ pub fn make_dirs_in_host_root(path: &Path) -> io::Result<OwnedFd> {
 /// If other users can change what root has in the directory of `to`, or either file can't be opened, read or written; then `to` is
 /// unchanged.
 pub fn copy_in_host_root(from: &Path, to: &Path) -> io::Result<()> {
+    if !to.is_absolute() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not an absolute path"));
+    }
     let (above, name) = split(to)?;
-    let dir = trust::directory_for_files(&Root::at(HOST_ROOT), above).map_err(io::Error::other)?;
+    let dir = trust::directory_for_files(&Root::at(HOST_ROOT), above)?;
     let (to, new) = (host_path(&dir).join(name), aside(&host_path(&dir).join(name)));
     // Left by a copy that was killed.
     remove_if_there(&new)?;

@@ -74,7 +74,10 @@ pub fn id(file: impl AsFd) -> io::Result<u64> {
 /// If /proc can't be read, or lists no such mount: then a user has unmounted it since, and a file that was opened on it
 /// still gets its answers from that user's program.
 pub fn fuse_user(id: u64) -> io::Result<Option<u32>> {
-    match own()?.iter().find(|mount| mount.id == id) {
+    // A file that was opened through /proc/1/root is on a mount of the host's, which the pod's table does not list.
+    let hosts = || fs::read("/proc/1/mountinfo").map(|table| parse(&table)).unwrap_or_default();
+    let known = own()?.into_iter().find(|mount| mount.id == id);
+    match known.or_else(|| hosts().into_iter().find(|mount| mount.id == id)) {
         Some(mount) => Ok(mount.fuse_user()),
         None => Err(io::Error::other("the mount was unmounted meanwhile")),
     }

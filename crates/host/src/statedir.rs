@@ -12,16 +12,16 @@ use std::{
     io::Read,
     os::{
         fd::AsFd,
+        unix::ffi::OsStrExt,
         unix::fs::{MetadataExt, PermissionsExt},
     },
-    path::{Path, PathBuf},
+    path::Path,
 };
 
 use k8s_openapi::jiff::civil::DateTime;
 use nix::{
     dir::Dir,
-    errno::Errno,
-    fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2},
+    fcntl::{AtFlags, OFlag, openat},
     sys::stat::{Mode, SFlag, fstat},
     unistd::{Gid, Uid, fchownat},
 };
@@ -31,7 +31,7 @@ use super::{
         self, Owner, host_path, look_in, make_dir, open_in, open_only_path_below, open_plain_below, open_uncovered,
         refuse_mounts, remove_all_if_there, remove_if_there, rename_in, sync_parent, write_atomic,
     },
-    trust::{self, is_by_user},
+    trust::{self, Distrust, is_by_user},
 };
 use crate::dumps::DUMPS;
 use hostapi::{Refusal, StateDir};
@@ -59,28 +59,26 @@ const UNFINISHED: u32 = 0;
 /// process's path.
 ///
 /// # Errors
-/// If the instance was online once and its statedir is not here: an empty one would mean an empty queue.
+/// If the instance was online once and its statedir is not here: an empty one would mean an empty queue. If its queue is here and
+/// belongs to a user other than root and `owner`.
 pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refusal> {
     let dir = prefix.join(STATEDIR);
-    let there = files::is_there(&dir).unwrap_or(true);
     keep_private(prefix)?;
     let found = read_id(&dir);
     if found.as_deref() == Some(&order.instance_id) {
-        match refuse_anothers(&dir, owner) {
+        match refuse_other_owner(&dir, owner) {
             Ok(()) => return change_owner(&dir, owner),
-            Err(refusal) if order.established => return Err(refusal),
-            // It was never online, so there is nothing in it to keep.
+            Err(refusal) if order.established || !is_without(&dir, Path::new(CONTENT)) => return Err(refusal),
+            // No broker has kept a queue in it.
             Err(_) => return make(prefix, &order.instance_id, owner, |_| Ok(())),
         }
     }
     if order.established {
-        let instead = match (there, &found) {
-            (false, _) => "there is none".to_owned(),
-            (true, None) => match trust::uncovered(&dir) {
-                Ok(_) => "the one here has no instance-id".to_owned(),
-                Err(error) => format!("the one here can't be opened: {error}"),
-            },
-            (true, Some(other)) => format!("the one here is of instance {other}"),
+        let instead = match (&found, trust::open_unless_user_mounted(&dir)) {
+            (Some(other), _) => format!("the one here is of instance {other}"),
+            (None, Ok(_)) => "the one here has no instance-id".to_owned(),
+            (None, Err(error)) if error.kind() == io::ErrorKind::NotFound => "there is none".to_owned(),
+            (None, Err(error)) => format!("the one here can't be opened: {error}"),
         };
         return Err(Refusal::new(format!(
             "the statedir of instance {} is gone from this host ({} should be it, but {instead}), and with it the \
@@ -98,15 +96,14 @@ pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refu
 
 /// Moves the statedir of a kept instance back, which was moved aside for another instance. False if there is none.
 fn bring_back(prefix: &Path, id: &str, owner: Owner) -> Result<bool, Refusal> {
-    let kept = prefix.join(format!("{STATEDIR}.{id}"));
+    let name = format!("{STATEDIR}.{id}");
+    let kept = prefix.join(&name);
     if read_id(&kept).as_deref() != Some(id) {
         return Ok(false);
     }
-    refuse_anothers(&kept, owner)?;
-    let dir = prefix.join(STATEDIR);
-    move_aside(prefix, &dir)?;
-    let names = (format!("{STATEDIR}.{id}"), STATEDIR);
-    let moved = rename_in(prefix, names.0, names.1).and_then(|()| sync_parent(&dir));
+    refuse_other_owner(&kept, owner)?;
+    move_aside(prefix)?;
+    let moved = rename_in(prefix, &name, STATEDIR).and_then(|()| sync_parent(&kept));
     moved.map(|()| true).map_err(|error| Refusal::io("bring back", &kept, &error))
 }
 
@@ -147,13 +144,30 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
     write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, Owner::ROOT)?;
     give(&new, owner).map_err(|error| Refusal::io("change the owner of", &new, &error))?;
     // A statedir that was made from a dump and never used can go: it holds only a copy of the dump.
-    let has = |dir: &File, way: PathBuf| open_only_path_below(dir, &way).is_ok();
-    let is_unused = |dir: File| has(&dir, Path::new(OWN_DUMPS).join(RECOVERED)) && !has(&dir, CONTENT.into());
-    if trust::uncovered(&dir).is_ok_and(is_unused) {
+    let recovered = Path::new(OWN_DUMPS).join(RECOVERED);
+    let has_dump = trust::open_unless_user_mounted(&dir).and_then(|dir| open_only_path_below(dir, &recovered)).is_ok();
+    if has_dump && is_without(&dir, Path::new(CONTENT)) {
         remove(&dir)?;
     }
-    move_aside(prefix, &dir)?;
-    fs::rename(&new, &dir).and_then(|()| sync_parent(&dir)).map_err(|error| Refusal::io("make", &dir, &error))
+    move_aside(prefix)?;
+    let made = rename_in(prefix, format!(".{STATEDIR}.new"), STATEDIR).and_then(|()| sync_parent(&dir));
+    made.map_err(|error| Refusal::io("make", &dir, &error))
+}
+
+/// True if `path` below the statedir `dir` certainly does not exist: a user may have mounted something over it, or an administrator
+/// have put a symlink there.
+fn is_without(dir: &Path, path: &Path) -> bool {
+    let opened = trust::open_unless_user_mounted(dir).and_then(|dir| open_only_path_below(dir, path));
+    opened.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+}
+
+/// Refuses if the queue of instance `id`, in use or kept, belongs to a user other than root and `owner`.
+///
+/// # Errors
+/// A [`Refusal`] with the remedy.
+pub fn check_owner(prefix: &Path, id: &str, owner: Owner) -> Result<(), Refusal> {
+    let kept = [STATEDIR.to_owned(), format!("{STATEDIR}.{id}")].map(|name| prefix.join(name));
+    kept.iter().filter(|dir| read_id(dir).as_deref() == Some(id)).try_for_each(|dir| refuse_other_owner(dir, owner))
 }
 
 /// Removes old dumps that Flux itself wrote: it adds one at each clean stop and removes none. Call it only while the
@@ -162,7 +176,8 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
 pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     // The broker's user owns the directories above and could put a link there, or a mount; root must not remove other files through
     // it.
-    let opened = trust::uncovered(&prefix.join(STATEDIR)).and_then(|state| open_in(&state, OsStr::new(OWN_DUMPS)));
+    let opened = trust::open_unless_user_mounted(&prefix.join(STATEDIR))
+        .and_then(|state| open_in(&state, OsStr::new(OWN_DUMPS)));
     let Ok(dir) = opened else { return (0, 0) };
     let dir_path = host_path(&dir);
     let names = fs::read_dir(&dir_path).into_iter().flatten().flatten().map(|entry| entry.file_name());
@@ -181,13 +196,14 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     removed.fold((0, 0), |(count, sum), bytes| (count + 1, sum + bytes))
 }
 
-fn move_aside(prefix: &Path, dir: &Path) -> Result<(), Refusal> {
-    let failed = |error: io::Error| Refusal::io("move aside", dir, &error);
-    if !files::is_there(dir).map_err(failed)? {
+fn move_aside(prefix: &Path) -> Result<(), Refusal> {
+    let dir = prefix.join(STATEDIR);
+    let failed = |error: io::Error| Refusal::io("move aside", &dir, &error);
+    if !files::is_there(&dir).map_err(failed)? {
         return Ok(());
     }
-    refuse_mounts(dir, is_by_user).map_err(failed)?;
-    let aside = free_name(prefix, read_id(dir).as_deref().unwrap_or("unnamed"));
+    refuse_mounts(&dir, is_by_user).map_err(failed)?;
+    let aside = free_name(prefix, read_id(&dir).as_deref().unwrap_or("unnamed"));
     rename_in(prefix, STATEDIR, aside).map_err(failed)
 }
 
@@ -215,7 +231,7 @@ pub fn is_there(prefix: &Path, id: &str) -> bool {
 pub fn keep_private(prefix: &Path) -> Result<(), Refusal> {
     let dir = &prefix.join(STATEDIR);
     // Of one that a user has covered, what can be seen is that user's.
-    let Ok(opened) = trust::uncovered(dir) else { return Ok(()) };
+    let Ok(opened) = trust::open_unless_user_mounted(dir) else { return Ok(()) };
     let close = || match opened.metadata()?.permissions().mode() & 0o077 {
         0 => Ok(()),
         _ => opened.set_permissions(fs::Permissions::from_mode(MODE)),
@@ -225,7 +241,7 @@ pub fn keep_private(prefix: &Path) -> Result<(), Refusal> {
 
 fn read_id(dir: &Path) -> Option<String> {
     // The broker's user owns the directory, and could make root read another file by a link, or block on a pipe or a mount.
-    let file = open_plain_below(trust::uncovered(dir).ok()?, Path::new(ID)).ok()?;
+    let file = open_plain_below(trust::open_unless_user_mounted(dir).ok()?, Path::new(ID)).ok()?;
     let mut id = String::new();
     file.take(256).read_to_string(&mut id).ok()?;
     let id = id.trim();
@@ -260,16 +276,17 @@ pub fn is_kept(path: &Path) -> bool {
 
 /// Refuses a statedir of a user other than root and `owner`: whoever has had it could write jobs into the queue, and they would run as
 /// `owner`.
-fn refuse_anothers(dir: &Path, owner: Owner) -> Result<(), Refusal> {
-    let opened = trust::uncovered(dir).and_then(|dir| dir.metadata());
+fn refuse_other_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
+    let opened = trust::open_unless_user_mounted(dir).and_then(|dir| dir.metadata());
     let found = opened.map_err(|error| Refusal::io("examine", dir, &error))?.uid();
     if [0, owner.uid].contains(&found) {
         return Ok(());
     }
+    let dir = dir.display();
     Err(Refusal::new(format!(
-        "{} belongs to the user with uid {found}, and the brokers to the one with uid {}: jobs that the former wrote into this queue would \
-         run as the latter. Set spec.broker.runAs to the former, or give the queue up with `flux-distribute reset --lead NODE`",
-        dir.display(),
+        "{dir} belongs to the user with uid {found}, and the brokers to the one with uid {}, so jobs that the former wrote into this queue \
+         would run as the latter: if you trust what is in it, run `chown root {dir}`; or run `flux-distribute recover --lead NODE --from DUMP`; \
+         or give the queue up with `flux-distribute reset --lead NODE`",
         owner.uid
     )))
 }
@@ -277,7 +294,7 @@ fn refuse_anothers(dir: &Path, owner: Owner) -> Result<(), Refusal> {
 /// Gives the statedir to `owner`, unless owner and mode of its top directory show that this was completed before.
 fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
     let failed = |error: io::Error| Refusal::io("change the owner of", dir, &error);
-    let found = trust::uncovered(dir).and_then(|dir| dir.metadata()).map_err(failed)?;
+    let found = trust::open_unless_user_mounted(dir).and_then(|dir| dir.metadata()).map_err(failed)?;
     if Owner::of(&found) == owner && found.permissions().mode() & 0o7777 == MODE {
         return Ok(());
     }
@@ -288,7 +305,7 @@ fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
 /// walk. So each directory is closed to them before it is read, files are changed through open descriptors, and no
 /// symlink is followed.
 fn give(dir: &Path, owner: Owner) -> io::Result<()> {
-    let top = trust::uncovered(dir)?;
+    let top = trust::open_unless_user_mounted(dir)?;
     own(&top, Owner::ROOT)?;
     top.set_permissions(fs::Permissions::from_mode(UNFINISHED))?;
     give_below(&top, owner)?;
@@ -303,11 +320,11 @@ fn give_below(dir: &File, owner: Owner) -> io::Result<()> {
         if name == c"." || name == c".." {
             continue;
         }
-        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
-        let found = match openat2(dir, name, how.resolve(ResolveFlag::RESOLVE_NO_XDEV)) {
-            // What a user has mounted there is that user's already.
-            Err(Errno::EXDEV) => continue,
-            found => found?,
+        let name = OsStr::from_bytes(name.to_bytes());
+        let found = match trust::look(dir, Path::new(name), name) {
+            // It is that user's already.
+            Err(Distrust::Mounted { .. }) => continue,
+            found => found?.ok_or(io::ErrorKind::NotFound)?,
         };
         let status = fstat(&found)?;
         let kind = SFlag::from_bits_truncate(status.st_mode) & SFlag::S_IFMT;

@@ -11,7 +11,7 @@ use std::{
     fs::{self, File, Permissions},
     io::{self, Read},
     os::{
-        fd::OwnedFd,
+        fd::{AsFd, OwnedFd},
         unix::fs::{MetadataExt, PermissionsExt},
     },
     path::{Component, Path, PathBuf},
@@ -37,7 +37,7 @@ const MOST_LINKS: usize = 40;
 const MOST_BYTES: u64 = 64 << 20;
 /// Write permission of the group and of others.
 pub const WRITABLE_BY_OTHERS: u32 = 0o022;
-/// What others have in such a directory, nobody but they and the directory's owner can rename or remove.
+/// In a directory with this bit, only a file's owner and the directory's owner can rename or remove the file.
 const STICKY: u32 = 0o1000;
 /// To examine what is there without opening it.
 const LOOK: OFlag = OFlag::O_PATH.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
@@ -95,6 +95,15 @@ pub enum Distrust {
 impl Distrust {
     fn io(path: &Path, errno: Errno) -> Self {
         Self::Io { path: path.to_owned(), source: errno.into() }
+    }
+}
+
+impl From<Distrust> for io::Error {
+    fn from(distrust: Distrust) -> Self {
+        match distrust {
+            Distrust::Io { source, .. } => source,
+            other => Self::other(other),
+        }
     }
 }
 
@@ -194,7 +203,7 @@ pub fn directory_to_close(root: &Root, path: &Path) -> Result<Option<OwnedFd>, D
     Ok(walked.is_whole.then_some(walked.last))
 }
 
-/// Opens the directory `path` of the host, for a file that root puts there: others can change nothing that root has there.
+/// Opens the directory `path` of the host if no other user can replace root's files in it: a sticky one such as /tmp will do.
 ///
 /// # Errors
 /// As for [`directory`], and if it does not exist.
@@ -212,10 +221,6 @@ pub fn open_file(root: &Root, path: &Path) -> Result<File, Distrust> {
     let (above, name) = split(path).map_err(failed)?;
     let directory = directory_for_files(root, above)?;
     let found = look_at_plain(&directory, path, name)?.ok_or_else(|| Distrust::io(path, Errno::ENOENT))?;
-    // The other name may be one that a user gave it.
-    if fstat(&found).map_err(|errno| Distrust::io(path, errno))?.st_nlink > 1 {
-        return Err(Distrust::Kind { path: path.to_owned(), wanted: "a file with one name" });
-    }
     File::open(host_path(&found)).map_err(failed)
 }
 
@@ -295,18 +300,17 @@ pub fn owner(directory: &OwnedFd, path: &Path, name: &OsStr) -> Result<Option<u3
 ///
 /// # Errors
 /// If there is none, something else is there, or a user has mounted something over it.
-pub fn uncovered(path: &Path) -> io::Result<File> {
+pub fn open_unless_user_mounted(path: &Path) -> io::Result<File> {
     let (above, name) = split(path)?;
-    let found = look(&File::open(above)?.into(), path, name).map_err(io::Error::other)?;
-    let found = found.ok_or(io::ErrorKind::NotFound)?;
+    let found = look(&File::open(above)?, path, name)?.ok_or(io::ErrorKind::NotFound)?;
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     Ok(File::from(openat(found, c".", flags, Mode::empty())?))
 }
 
 /// Opens `name` in `directory` only to examine it, unless a user has mounted a file system over it by FUSE; None if
 /// there is no such entry. `path` is that of the entry.
-fn look(directory: &OwnedFd, path: &Path, name: &OsStr) -> Result<Option<OwnedFd>, Distrust> {
-    let found = match openat(directory, name, LOOK, Mode::empty()) {
+pub(crate) fn look(directory: impl AsFd, path: &Path, name: &OsStr) -> Result<Option<OwnedFd>, Distrust> {
+    let found = match openat(&directory, name, LOOK, Mode::empty()) {
         Err(Errno::ENOENT) => return Ok(None),
         found => found.map_err(|errno| Distrust::io(path, errno))?,
     };
@@ -563,5 +567,17 @@ mod tests {
             verdict(directory(&Root::host(), Path::new("/data/link/ours")))
         });
         assert_eq!(looked.join().unwrap(), "trusted");
+    }
+
+    #[test]
+    fn a_directory_for_roots_files_may_be_sticky() {
+        let (_dir, root) = host();
+        let verdict_of = |mode: u32| {
+            fs::set_permissions(root.path("/opt/ours"), Permissions::from_mode(mode)).unwrap();
+            verdict(directory_for_files(&root, Path::new("/opt/ours")))
+        };
+        assert_eq!([0o755, 0o1777].map(verdict_of), ["trusted", "trusted"]);
+        assert!(verdict_of(0o777).contains("users other than root can write to /opt/ours"));
+        assert!(verdict(directory_for_files(&root, Path::new("/opt/gone"))).contains("/opt/gone"));
     }
 }

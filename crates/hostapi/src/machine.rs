@@ -18,7 +18,7 @@ pub struct Machine {
 
 impl Machine {
     /// Whether both can be one machine: most of what both tell is equal, and between two parts that contradict each other the
-    /// host name decides, or the hardware where one has no name.
+    /// host name decides, or the hardware if one has no name.
     pub fn may_be(&self, other: &Self) -> bool {
         let known = |one: &str, other: &str, is_same: fn(&str, &str) -> bool| {
             (!one.is_empty() && !other.is_empty()).then(|| is_same(one, other))

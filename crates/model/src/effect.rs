@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn each_field_has_the_effect_that_is_announced_for_it() {
         let old = FluxInstanceSpec::default();
-        let running = settings(&old, 3, "digest", "certificate");
+        let running = settings(&old, "root", 3, "digest", "certificate");
         for (value, field, effect) in [
             (json!({"size": 2}), "size", Effect::LiveMembers),
             (json!({"maxSize": 100}), "maxSize", Effect::NextEpoch),
@@ -159,7 +159,7 @@ mod tests {
             let changed = changes(&old, &new);
             assert_eq!(changed.len(), 1, "{value}: {changed:?}");
             assert_eq!((changed[0].field.as_str(), changed[0].effect), (field, effect));
-            let restarts = pending(&running, &new, "digest", "certificate").is_some();
+            let restarts = pending(&running, &new, "root", "digest", "certificate").is_some();
             let is_next = effect == Effect::NextEpoch;
             assert_eq!(is_next, restarts, "{value}");
         }
@@ -205,7 +205,8 @@ mod tests {
         ] {
             let (old, new) = (spec(&old), spec(&new));
             let changed: Vec<_> = changes(&old, &new).into_iter().map(|change| (change.field, change.effect)).collect();
-            let restarts = pending(&settings(&old, 3, &digest(&old), "c"), &new, &digest(&new), "c").is_some();
+            let restarts =
+                pending(&settings(&old, "root", 3, &digest(&old), "c"), &new, "root", &digest(&new), "c").is_some();
             assert_eq!(restarts, expected.iter().any(|(_, effect)| *effect == Effect::NextEpoch), "{changed:?}");
             assert_eq!(
                 changed,

@@ -2,7 +2,11 @@
 
 use std::path::Path;
 
-use super::{members::NodeIndex, prefix, settings::owner};
+use super::{
+    members::NodeIndex,
+    prefix,
+    settings::{is_same_user, owner},
+};
 use crate::observed::{Observed, resources};
 use api::{FluxInstanceSpec, Rank, Roster};
 
@@ -27,6 +31,8 @@ pub enum Weight {
     NodesAway,
     /// Members have no agent: their brokers keep running, but no agent supervises them.
     AgentsAway,
+    /// A restart is pending, and goes on by itself.
+    RestartWaits,
     /// Everything is as the spec asks.
     Fine,
 }
@@ -64,7 +70,7 @@ pub struct NotApplied {
 /// The parts of the spec that the running instance does not apply. Prefix, lead and the brokers' user are fixed once the instance was
 /// online.
 pub fn not_applied(seen: &Observed, roster: &Roster) -> Vec<NotApplied> {
-    let fixed = [fixed_prefix(seen, roster), fixed_lead(seen, roster), fixed_owner(seen, roster)];
+    let fixed = [fixed_prefix(seen, roster), fixed_lead(seen, roster), fixed_owner(seen)];
     fixed.into_iter().filter(|_| roster.established).chain([nobody_left(seen, roster)]).flatten().collect()
 }
 
@@ -90,9 +96,9 @@ fn fixed_lead(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     })
 }
 
-fn fixed_owner(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
-    let (wanted, has) = (owner(seen.spec), &roster.settings.run_as);
-    (wanted != has).then(|| NotApplied {
+fn fixed_owner(seen: &Observed) -> Option<NotApplied> {
+    let (wanted, has) = (owner(seen.spec), seen.owner());
+    (!is_same_user(wanted, has)).then(|| NotApplied {
         reason: "OwnerIsFixed",
         message: format!(
             "spec.broker.runAs is {wanted}, but the brokers belong to {has} and stay {has}'s, because {has}'s jobs must not run as \
@@ -134,7 +140,8 @@ mod tests {
     #[test]
     fn the_line_is_the_worst_finding() {
         use Weight::*;
-        let order = [Problem, LeadAway, NotApplied, ScaleDenied, RestartBlocked, NodesAway, AgentsAway, Fine];
+        let order =
+            [Problem, LeadAway, NotApplied, ScaleDenied, RestartBlocked, NodesAway, AgentsAway, RestartWaits, Fine];
         let all: Vec<_> = order.iter().rev().map(|weight| Finding::new(*weight, format!("{weight:?}"))).collect();
         for (resolved, worst) in order.iter().enumerate() {
             let left = &all[..all.len() - resolved];
@@ -161,10 +168,13 @@ mod tests {
                 |world| world.spec.prefix = Some("/srv/flux".into()),
                 Some(("PrefixIsFixed", "set spec.prefix to /opt/flux-distribute")),
             ),
-            ("the same user", |world| world.spec.broker.run_as = Some("root".into()), None),
+            ("the same user", |world| world.spec.broker.run_as = Some("0".into()), None),
             (
                 "another user",
-                |world| world.spec.broker.run_as = Some("flux".into()),
+                |world| {
+                    world.status.run_as = Some("root".into());
+                    world.spec.broker.run_as = Some("flux".into());
+                },
                 Some(("OwnerIsFixed", "set spec.broker.runAs to root")),
             ),
             ("one excluded", |world| world.spec.resources.exclude.nodes = vec!["node1".into()], None),

@@ -35,7 +35,13 @@ pub fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
         established: true,
         epoch: 1,
         revision: 1,
-        settings: settings(&FluxInstanceSpec { max_size: Some(max_size), ..Default::default() }, 0, "digest", "cert"),
+        settings: settings(
+            &FluxInstanceSpec { max_size: Some(max_size), ..Default::default() },
+            "root",
+            0,
+            "digest",
+            "cert",
+        ),
 
         closing: None,
         previous: None,

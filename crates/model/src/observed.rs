@@ -8,6 +8,7 @@ use std::{
 use super::{
     eligibility::{NodeView, eligible},
     resources::declared,
+    settings::owner,
 };
 use api::{
     Adopted, Declared, EpochSettings, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member, NodePhase,
@@ -51,6 +52,15 @@ pub struct Observed<'a> {
     pub fresh_id: &'a str,
     /// The reason why the agent is not running, by node name, for each node without an agent.
     pub agentless: &'a BTreeMap<String, String>,
+}
+
+impl Observed<'_> {
+    /// The user that owns the brokers and runs every job: the one that the instance has had since it was online first, else the one
+    /// that its spec asks for. Whoever was this user could write jobs into the queue, which would run as the next one, and knows the
+    /// certificate.
+    pub fn owner(&self) -> &str {
+        self.status.run_as.as_deref().unwrap_or_else(|| owner(self.spec))
+    }
 }
 
 /// True if the lead's agent reports that an administrator has ended the running epoch with flux-shutdown(1).

@@ -15,8 +15,15 @@ const DEFAULT_CHECKPOINT_PERIOD: &str = "1m";
 /// restart.
 const LEAST_MAX_SIZE: u32 = 64;
 
-/// The settings of an epoch that would start now. `eligible`: the number of nodes that would take part.
-pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certificate: &str) -> EpochSettings {
+/// The settings of an epoch that would start now. `owner`: the brokers' user (see [`Observed::owner`](crate::observed::Observed::owner)).
+/// `eligible`: the number of nodes that would take part.
+pub fn settings(
+    spec: &FluxInstanceSpec,
+    owner: &str,
+    eligible: usize,
+    digest: &str,
+    certificate: &str,
+) -> EpochSettings {
     let max_size = max_size(spec, eligible);
     EpochSettings {
         max_size,
@@ -24,7 +31,7 @@ pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certific
         port: spec.broker.port.unwrap_or(DEFAULT_BROKER_PORT),
         digest: digest.to_owned(),
         certificate: certificate.to_owned(),
-        run_as: owner(spec).to_owned(),
+        run_as: owner.to_owned(),
         config: spec.broker.config.clone().unwrap_or_default(),
         cpu_weight: spec.broker.cpu_weight.unwrap_or(DEFAULT_CPU_WEIGHT),
         checkpoint_period: spec
@@ -33,15 +40,25 @@ pub fn settings(spec: &FluxInstanceSpec, eligible: usize, digest: &str, certific
             .clone()
             .unwrap_or_else(|| DEFAULT_CHECKPOINT_PERIOD.to_owned()),
         spare_shape: spec.spares.shape,
-        pods: spec.pods.enabled,
-        only_whole_cores: spec.pods.enabled,
+        // Only root's brokers take jobs for pods from an agent.
+        pods: spec.pods.enabled && is_root(owner),
+        only_whole_cores: spec.pods.enabled && is_root(owner),
     }
 }
 
-/// The user that owns the brokers and runs every job. An instance that was online once keeps this user: whoever had it could write
-/// jobs into the queue, which would run as the next one, and knows the certificate.
+/// The user that `spec.broker.runAs` asks for.
 pub(crate) fn owner(spec: &FluxInstanceSpec) -> &str {
     spec.broker.run_as.as_deref().unwrap_or("root")
+}
+
+/// True for root, by name or number.
+pub(crate) fn is_root(user: &str) -> bool {
+    ["root", "0"].contains(&user)
+}
+
+/// True if both are certainly one user. Only a host knows which number a name has there.
+pub(crate) fn is_same_user(one: &str, other: &str) -> bool {
+    one == other || (is_root(one) && is_root(other))
 }
 
 fn max_size(spec: &FluxInstanceSpec, eligible: usize) -> u32 {
@@ -57,10 +74,15 @@ fn topology(spec: &FluxInstanceSpec, max_size: u32) -> String {
 
 /// The settings that the spec asks for, to be compared with those of the `running` epoch. Keeps the running value if it
 /// differs only because a default maxSize has grown with the cluster, because a flat tree has another name, or because an
-/// older version began the epoch. Keeps the brokers' user: see [`owner`].
-pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> EpochSettings {
-    let mut wanted = settings(spec, 0, digest, certificate);
-    wanted.run_as.clone_from(&running.run_as);
+/// older version began the epoch.
+pub fn wanted(
+    running: &EpochSettings,
+    spec: &FluxInstanceSpec,
+    owner: &str,
+    digest: &str,
+    certificate: &str,
+) -> EpochSettings {
+    let mut wanted = settings(spec, owner, 0, digest, certificate);
     if spec.max_size.is_none() {
         wanted.max_size = running.max_size;
         wanted.topology = topology(spec, running.max_size);
@@ -68,15 +90,21 @@ pub fn wanted(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, ce
     if wanted.pods == running.pods {
         wanted.only_whole_cores = running.only_whole_cores;
     }
-    if is_flat(running) == Some(true) && is_flat(&wanted) == Some(true) {
+    if is_flat(running) && is_flat(&wanted) {
         wanted.topology.clone_from(&running.topology);
     }
     wanted
 }
 
 /// Describes how the running epoch differs from what the spec asks for now; None if it doesn't.
-pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, certificate: &str) -> Option<String> {
-    let wanted = wanted(running, spec, digest, certificate);
+pub fn pending(
+    running: &EpochSettings,
+    spec: &FluxInstanceSpec,
+    owner: &str,
+    digest: &str,
+    certificate: &str,
+) -> Option<String> {
+    let wanted = wanted(running, spec, owner, digest, certificate);
     // Destructured, so that the compiler complains if a new field is not compared.
     let EpochSettings {
         max_size,
@@ -84,20 +112,21 @@ pub fn pending(running: &EpochSettings, spec: &FluxInstanceSpec, digest: &str, c
         port,
         digest,
         certificate,
-        // Is kept, as are whole cores while `pods` does not change.
-        run_as: _,
-        only_whole_cores: _,
+        run_as,
         config,
         cpu_weight,
         checkpoint_period,
         spare_shape,
         pods,
+        // Changes only with `pods`.
+        only_whole_cores: _,
     } = running;
     let differences = [
         difference("maxSize", max_size, &wanted.max_size),
         difference("topology", topology, &wanted.topology),
         difference("broker.port", port, &wanted.port),
         difference("packages", digest, &wanted.digest),
+        difference("broker.runAs", run_as, &wanted.run_as).filter(|_| !is_same_user(run_as, &wanted.run_as)),
         difference("broker.cpuWeight", cpu_weight, &wanted.cpu_weight),
         difference("pods.enabled", pods, &wanted.pods),
         difference("broker.checkpointPeriod", checkpoint_period, &wanted.checkpoint_period),
@@ -126,38 +155,45 @@ mod tests {
             (FluxInstanceSpec { size: Some(80), ..Default::default() }, 4, 160),
             (FluxInstanceSpec { max_size: Some(4), ..Default::default() }, 100, 4),
         ] {
-            assert_eq!(settings(&spec, nodes, "d", "c").max_size, expected);
+            assert_eq!(settings(&spec, "root", nodes, "d", "c").max_size, expected);
         }
     }
 
     #[test]
     fn a_changed_spec_is_a_difference_but_a_grown_cluster_is_not() {
         let spec = FluxInstanceSpec::default();
-        let running = settings(&spec, 100, "d", "c");
-        assert_eq!(pending(&running, &spec, "d", "c"), None);
-        assert_eq!(pending(&running, &spec, "e", "c").unwrap(), "packages d -> e");
-        assert_eq!(pending(&running, &spec, "d", "x").unwrap(), "certificate changed");
+        let running = settings(&spec, "root", 100, "d", "c");
+        assert_eq!(pending(&running, &spec, "root", "d", "c"), None);
+        assert_eq!(pending(&running, &spec, "root", "e", "c").unwrap(), "packages d -> e");
+        assert_eq!(pending(&running, &spec, "root", "d", "x").unwrap(), "certificate changed");
         let larger = FluxInstanceSpec { max_size: Some(300), topology: Some("kary:2".into()), ..spec };
-        assert_eq!(pending(&running, &larger, "d", "c").unwrap(), "maxSize 200 -> 300, topology flat -> kary:2");
+        assert_eq!(
+            pending(&running, &larger, "root", "d", "c").unwrap(),
+            "maxSize 200 -> 300, topology flat -> kary:2"
+        );
     }
 
     #[test]
     fn an_upgrade_while_pods_are_on_is_no_difference() {
         let on: FluxInstanceSpec = serde_json::from_value(serde_json::json!({"pods": {"enabled": true}})).unwrap();
-        let running = EpochSettings { only_whole_cores: false, ..settings(&on, 4, "d", "c") };
-        assert_eq!((pending(&running, &on, "d", "c"), wanted(&running, &on, "d", "c")), (None, running.clone()));
+        let running = EpochSettings { only_whole_cores: false, ..settings(&on, "root", 4, "d", "c") };
+        assert_eq!(
+            (pending(&running, &on, "root", "d", "c"), wanted(&running, &on, "root", "d", "c")),
+            (None, running.clone())
+        );
         let off = FluxInstanceSpec::default();
-        assert_eq!(pending(&running, &off, "d", "c").unwrap(), "pods.enabled true -> false");
-        assert!(wanted(&settings(&off, 4, "d", "c"), &on, "d", "c").only_whole_cores);
+        assert_eq!(pending(&running, &off, "root", "d", "c").unwrap(), "pods.enabled true -> false");
+        assert!(wanted(&settings(&off, "root", 4, "d", "c"), &on, "root", "d", "c").only_whole_cores);
     }
 
     #[test]
     fn another_name_for_a_flat_tree_is_no_difference() {
         let spec = FluxInstanceSpec::default();
-        let named = |topology: &str| EpochSettings { topology: topology.to_owned(), ..settings(&spec, 4, "d", "c") };
+        let named =
+            |topology: &str| EpochSettings { topology: topology.to_owned(), ..settings(&spec, "root", 4, "d", "c") };
         for running in ["flat", "kary:256", "kary:0", "mincrit"] {
-            assert_eq!(pending(&named(running), &spec, "d", "c"), None, "{running}");
+            assert_eq!(pending(&named(running), &spec, "root", "d", "c"), None, "{running}");
         }
-        assert_eq!(pending(&named("kary:2"), &spec, "d", "c").unwrap(), "topology kary:2 -> flat");
+        assert_eq!(pending(&named("kary:2"), &spec, "root", "d", "c").unwrap(), "topology kary:2 -> flat");
     }
 }

@@ -23,6 +23,8 @@ use base::words::many;
 
 /// Reason of Degraded if a job waits although enough cores are free.
 const CORES_LOST: &str = "CoresLost";
+/// Reason of RestartPending if the restart comes by itself.
+const WAITS: &str = "Waits";
 /// Reason of RestartPending if the planner went back to the previous epoch's settings.
 const TAKEN_BACK: &str = "TakenBack";
 /// Reason of RestartPending if a node can't install the packages until a user fixes something.
@@ -98,7 +100,7 @@ pub fn status(
     let pods_wait = next.pods.as_ref().and_then(|pods| pods.waits_for.as_deref());
     findings.extend(pods_wait.map(|what| {
         let words = format!("Flux schedules no pods: {what}");
-        // While nodes come up, it is often only a part of the same progress.
+        // While nodes come up, pods often wait for the same thing, so the progress stays in the message.
         let words = if complete { words } else { format!("{}; {words}", explain(seen, planned, &next)) };
         Finding::new(Weight::PodsWait, words)
     }));
@@ -109,6 +111,12 @@ pub fn status(
     findings.extend(if_true(Weight::ScaleDenied, &scale));
     findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| needs_user(restart.1)));
     findings.extend(if_true(Weight::AgentsAway, &agentless));
+    let waits = Some(&restart.2).filter(|_| complete && restart.1 == WAITS);
+    findings.extend(
+        waits.map(|what| {
+            Finding::new(Weight::RestartWaits, format!("{}; a restart is pending: {what}", online_of(&next)))
+        }),
+    );
     let is_stand_in = seen.reports.values().any(|report| report.flux_version.as_deref() == Some(STAND_IN));
     // Nobody may take an instance without Flux for a real one.
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
@@ -204,6 +212,9 @@ fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     next.online = count(roster.ranks.keys().filter(|rank| members.is_online(**rank)));
     if roster.established {
         next.instance_id = Some(roster.instance_id.clone());
+        // Earlier versions changed it with the epoch: the one that came up last counts.
+        let came_up = roster.previous.as_ref().unwrap_or(&roster.settings);
+        next.run_as.get_or_insert_with(|| came_up.run_as.clone());
     }
     next.dump = newest_dump(seen);
     let lead = members.report(0);
@@ -297,7 +308,7 @@ fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
 fn restart_pending(restart: Restart) -> ConditionValue {
     match restart {
         Restart::None => (false, "Same", String::new()),
-        Restart::Waits { difference, reason } => (true, "Waits", format!("{difference}; waits for {reason}")),
+        Restart::Waits { difference, reason } => (true, WAITS, format!("{difference}; waits for {reason}")),
         Restart::Blocked { difference, reason } => (true, PACKAGES_UNAVAILABLE, format!("{difference}; {reason}")),
         Restart::Refused { difference, reason } => {
             let message = format!(
@@ -559,6 +570,18 @@ mod tests {
         report(&mut world, "node3", NodePhase::Failed, "404 Not Found");
         let message = "1 of 3 nodes online; node3 (rank 2, not started): 404 Not Found";
         assert_eq!(status_of(&world).message.as_deref(), Some(message));
+    }
+
+    #[test]
+    fn a_restart_that_waits_is_in_the_message() {
+        let mut world = World::up(2);
+        world.reports.get_mut("node1").unwrap().allocated = Some("1".parse().unwrap());
+        world.spec.max_size = Some(8);
+        let told = status_of(&world).message.unwrap();
+        assert_eq!(
+            told,
+            "2 of 2 nodes online; a restart is pending: maxSize 64 -> 8; waits for the jobs on ranks 1 to end"
+        );
     }
 
     #[test]

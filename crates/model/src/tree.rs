@@ -13,8 +13,12 @@ pub fn topology(roster: &Roster) -> Option<Topology> {
     Topology::parse(&roster.settings.topology, roster.settings.max_size).ok()
 }
 
-/// True if all brokers of this epoch but the lead's are children of the lead's. None if its topology doesn't parse.
-pub(crate) fn is_flat(settings: &EpochSettings) -> Option<bool> {
-    let (topology, size) = (&settings.topology, settings.max_size);
-    Topology::parse(topology, size).ok().map(|topology| topology.is_flat(size))
+/// True if all brokers of this epoch but the lead's are children of the lead's; false if its topology doesn't parse.
+pub(crate) fn is_flat(settings: &EpochSettings) -> bool {
+    Topology::parse(&settings.topology, settings.max_size).is_ok_and(|topology| topology.is_flat(settings.max_size))
+}
+
+/// True if a broker of this epoch is the child of another one than the lead's; false if its topology doesn't parse.
+pub(crate) fn is_deep(settings: &EpochSettings) -> bool {
+    Topology::parse(&settings.topology, settings.max_size).is_ok_and(|topology| !topology.is_flat(settings.max_size))
 }

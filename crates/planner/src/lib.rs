@@ -19,7 +19,7 @@ use kube::Client;
 use tracing::{info, warn};
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
-/// `agents`: how many candidates there are, as this agent knows it. The more, the more rarely each asks.
+/// `agents`: the number of candidates, as this agent knows it; the more there are, the less often each looks.
 pub async fn run(client: Client, identity: String, agents: Arc<AtomicU32>) {
     let mut lease = lease::Candidate::new(client.clone(), identity.clone(), agents);
     loop {

@@ -62,7 +62,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         announcer: Announcer::new(client.clone(), identity),
         client,
         resolver: Resolver::default(),
-        moves_by: predecessor_time.map(|before| clock::now().as_second() - before.as_second()),
+        clock_ahead_secs: predecessor_time.map(|before| clock::now().as_second() - before.as_second()),
         moved: None,
         deadline: None,
         since: Instant::now(),
@@ -89,7 +89,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         }
         match planner.once(&caches).await {
             // A deadline that was moved is in the status, which is written last.
-            Ok(()) => has_limits.store(planner.moves_by.is_none(), Ordering::Relaxed),
+            Ok(()) => has_limits.store(planner.clock_ahead_secs.is_none(), Ordering::Relaxed),
             // Another planner, or an agent, was faster: look again.
             Err(error) if error.code() == Some(409) => debug!(%error, "the object has changed since it was read"),
             Err(error) => planner.report(&caches, &error).await,
@@ -101,9 +101,9 @@ struct Planner {
     client: Client,
     announcer: Announcer,
     resolver: Resolver,
-    /// By how many seconds this planner's clock is ahead of the previous one's; None once its time limits are taken over. The same for
-    /// each attempt: a write that only seemed to fail has moved them.
-    moves_by: Option<i64>,
+    /// How many seconds this planner's clock is ahead of the previous planner's; None once the time limits are moved. Fixed at the
+    /// takeover, because a write that seemed to fail may have moved them.
+    clock_ahead_secs: Option<i64>,
     /// The roster with the moved time limits, until it is known to be written.
     moved: Option<Roster>,
     /// The upgrade deadline that was running when this planner took over.
@@ -241,7 +241,7 @@ impl Planner {
         stored: Option<&(Roster, Document)>,
         status: &FluxInstanceStatus,
     ) -> Result<bool, ApiError> {
-        let Some(secs) = self.moves_by else { return Ok(false) };
+        let Some(secs) = self.clock_ahead_secs else { return Ok(false) };
         self.deadline = MovedDeadline::new(status, secs);
         // A write that timed out may have reached the API server.
         let is_written = self.moved.is_some() && stored.map(|(roster, _)| roster) == self.moved.as_ref();
@@ -250,7 +250,7 @@ impl Planner {
         if let (Some(roster), Some((_, document))) = (&self.moved, to_move) {
             publish::write_roster(&self.client, roster, Some(document)).await?;
         }
-        self.moves_by = None;
+        self.clock_ahead_secs = None;
         Ok(is_written || self.moved.take().is_some())
     }
 

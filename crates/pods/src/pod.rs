@@ -245,8 +245,8 @@ impl PodView {
         self.holds_until(now).is_some()
     }
 
-    /// It is gone, and kubelet had not taken it up. If Flux gave it cores, a container may have begun to start there. But nobody has
-    /// to ask Flux for cores for it: anybody can make a pod with the name of a node in it and delete it by force, without end.
+    /// It was deleted before kubelet took it up. It keeps cores that Flux has given its gang, because a container may be starting, but
+    /// the bridge asks for no new ones: anybody can go on creating such pods and deleting them by force.
     pub fn is_gone_before_it_began(&self) -> bool {
         self.gone.is_some() && !self.is_taken_up
     }

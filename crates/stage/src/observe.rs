@@ -28,7 +28,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         dumps: below.as_deref().map(dumps::dumps).unwrap_or_default(),
         takeover: below.as_deref().and_then(takeover::read),
         state,
-        rundir_lost: broker.running.is_some() && trust::uncovered(&root.path(BROKER_RUN_DIR)).is_err(),
+        rundir_lost: broker.running.is_some() && trust::open_unless_user_mounted(&root.path(BROKER_RUN_DIR)).is_err(),
         statedir_lost: broker.running.as_ref().is_some_and(|broker| is_statedir_lost(root, prefix.as_deref(), broker)),
         shut_down: below.as_deref().and_then(|prefix| shutdown::find(prefix, &broker)),
         broker: broker.running,

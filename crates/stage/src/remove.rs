@@ -98,7 +98,7 @@ fn refuse_shared(state: &HostState, file_system: Option<&str>) -> Result<(), Ref
 }
 
 /// Refuses if anything is mounted inside the prefix, except in a statedir that is kept. The prefix itself may be a mount
-/// point. What users have mounted goes with what it is in. A user's mount over a statedir that is to be kept is refused: what it
+/// point. A user's FUSE mount is removed together with the directory that it is in. Such a mount over a statedir that is to be kept is refused: what it
 /// hides is unknown.
 fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusal> {
     let Ok(prefix) = prefix.canonicalize() else { return Ok(()) };
@@ -106,10 +106,7 @@ fn refuse_mounts_in_prefix(prefix: &Path, keep_state: bool) -> Result<(), Refusa
         let below = mount.point.strip_prefix(&prefix).ok().and_then(|below| below.components().next());
         let Some(child) = below.map(|name| prefix.join(name)) else { return true };
         let hides_it = trust::is_by_user(mount) && child == mount.point;
-        match keep_state && statedir::is_kept(&child) {
-            true => !hides_it,
-            false => trust::is_by_user(mount),
-        }
+        if keep_state && statedir::is_kept(&child) { !hides_it } else { trust::is_by_user(mount) }
     };
     refuse_mounts(&prefix, is_spared).map_err(|error| Refusal::io("remove", &prefix, &error))
 }

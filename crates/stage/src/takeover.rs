@@ -68,6 +68,10 @@ pub fn takeover(root: &Root, brokers: &dyn Brokers, order: &TakeoverOrder) -> Re
             }
         })?;
     }
+    if let Some(id) = &order.takeover.new_instance_id {
+        let owner = users::resolve_on(root, &order.run_as)?.owner();
+        statedir::check_owner(&prefix, id, owner)?;
+    }
     let text = serde_json::to_vec(&order.takeover).map_err(|error| Refusal::new(error.to_string()))?;
     write_atomic(&prefix.join(TAKEOVER), &text, 0o644, Owner::ROOT)
 }
@@ -78,13 +82,18 @@ pub fn read(prefix: &Path) -> Option<Takeover> {
 }
 
 fn copy(root: &Root, from: &Path, to: &Path) -> Result<(), Refusal> {
-    // Whoever has written the dump decides which jobs run as the brokers' user.
-    let mut source = trust::open_file(root, from).map_err(|distrust| match distrust {
-        Distrust::Io { source, .. } => Refusal::io("read", from, &source),
-        Distrust::Kind { path, wanted } => Refusal::new(format!("can't read {}: it is not {wanted}", path.display())),
-        distrust => Refusal::new(format!(
-            "{distrust}; the dump's jobs will run, so it must be one that only root can have written: or give it by `--from -` on stdin"
-        )),
+    let mut source = trust::open_file(root, from).map_err(|distrust| {
+        let what = match distrust {
+            Distrust::Owner { path, uid } => format!("{} belongs to the user with uid {uid}", path.display()),
+            Distrust::Open { path, .. } => format!("users other than root can write to {}", path.display()),
+            Distrust::Mounted { path, uid } => format!("the user with uid {uid} has mounted {}", path.display()),
+            Distrust::Kind { path, wanted } => format!("can't read {}: it is not {wanted}", path.display()),
+            Distrust::Io { source, .. } => format!("can't read {}: {source}", from.display()),
+        };
+        // Whoever has written the dump decides which jobs run as the brokers' user.
+        Refusal::new(format!(
+            "{what}. Only root may be able to write a dump, because its jobs will run: pass it on stdin with `--from -`"
+        ))
     })?;
     let mut write = || -> io::Result<()> {
         let mut options = OpenOptions::new();

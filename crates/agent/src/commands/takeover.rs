@@ -84,8 +84,8 @@ pub struct ResetArguments {
 pub enum TakeoverError {
     /// The command was not run on the node that shall lead, whose host it prepares.
     #[error(
-        "this is node {here}: run it in the pod of node {lead} (`kubectl -n {NAMESPACE} get pods -o wide` shows which one that is; in local mode, \
-         `flux-distribute local exec {lead} --agent -- …`)"
+        "this is node {here}: run it in the pod of node {lead}; `kubectl -n {NAMESPACE} get pods -o wide` shows that pod. In local mode, run \
+         `flux-distribute local exec {lead} --agent -- …`"
     )]
     Elsewhere {
         /// The node it was run on.
@@ -185,7 +185,7 @@ pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverEr
     let incoming = is_stdin.then(|| Incoming::receive(&prefix, &mut io::stdin().lock())).transpose();
     let incoming = incoming.map_err(TakeoverError::Incoming)?;
     let dump = Some(incoming.as_ref().map_or(from, |incoming| incoming.path().to_owned()));
-    let run_as = seen.roster.settings.run_as.clone();
+    let run_as = seen.owner();
     let order = TakeoverOrder { prefix: prefix.clone(), run_as, dump, unnamed, takeover: takeover.clone() };
     host.run(Order::Takeover(order), &mut |_| {}).await?;
     drop(incoming);
@@ -216,7 +216,7 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
     if !force && jobs_run().await {
         return Err(TakeoverError::JobsRun);
     }
-    let run_as = seen.roster.settings.run_as.clone();
+    let run_as = seen.owner();
     let order = TakeoverOrder { prefix, run_as, dump: None, unnamed: false, takeover: takeover.clone() };
     host.run(Order::Takeover(order), &mut |_| {}).await?;
     say(&format!("instance {} is given up; waiting for {lead} to lead another one", seen.roster.instance_id));
@@ -297,6 +297,11 @@ impl Seen {
             unreadable,
             roster,
         })
+    }
+
+    /// The brokers' user.
+    fn owner(&self) -> String {
+        self.status.run_as.clone().unwrap_or_else(|| self.roster.settings.run_as.clone())
     }
 
     fn observed(&self) -> Observed<'_> {

@@ -84,7 +84,7 @@ async fn make_ready(
     let mut parent_answers = answers(copy, decided.rank).await;
     loop {
         let answer = configure_from_api(agent, inputs, preflight, decided, API_ANSWERS_IN).await;
-        match without_api(is_silence(&answer), parent_answers, agent.sources.stall.suspended_until().is_some()) {
+        match without_api(is_silence(&answer), parent_answers, agent.sources.stall.woke_up().is_some()) {
             WithoutApi::FollowApi => return answer,
             WithoutApi::WaitForParent => {
                 wait_for_parent(agent, copy, decided.rank).await?;

@@ -119,8 +119,9 @@ fn fits_since(before: Option<(u64, Instant)>, fits: Option<u64>) -> Option<(u64,
 /// No broker listens, or it refuses this process.
 pub async fn connect() -> Result<Client, RpcError> {
     let socket = Path::new(BROKER_RUN_DIR).join("local");
-    let (above, way) = (Path::new(RUN_DIR), socket.strip_prefix(RUN_DIR).unwrap_or(&socket));
-    let opened = open_in_host_root(above).and_then(|above| open_only_path_below(above, way));
+    // The brokers' user owns the rundir, and may have mounted something over it.
+    let below = socket.strip_prefix(RUN_DIR).unwrap_or(Path::new(""));
+    let opened = open_in_host_root(Path::new(RUN_DIR)).and_then(|above| open_only_path_below(above, below));
     let file = opened.map_err(|source| RpcError::Connect { path: socket.clone(), source })?;
     Client::connect(&host_path(&file)).await
 }

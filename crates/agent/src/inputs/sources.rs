@@ -222,12 +222,11 @@ impl Sources {
 
     /// After a suspension, what is remembered counts again once the API server repeats it.
     async fn check_stall(&self, watched: &WatchedObjects, reporter: &Reporter) {
-        let until = self.stall.suspended_until();
-        if until.is_some()
+        if let Some(woke_up) = self.stall.woke_up()
             && let Ok(node) = reporter.of(reporter.name()).await
             && node.as_ref().map(|node| &node.spec) == watched.own_spec()
         {
-            self.stall.confirmed(until);
+            self.stall.confirmed(woke_up);
         }
     }
 

@@ -2,7 +2,7 @@
 //! the API server may be long over, and nothing in its memory shows that.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -43,28 +43,33 @@ impl StallDetector {
         let looking = Arc::downgrade(&looks);
         tokio::spawn(async move {
             while let Some(looks) = looking.upgrade() {
-                Self(looks).suspended_until();
+                Self(looks).woke_up();
                 sleep(LOOK_EVERY).await;
             }
         });
         Self(looks)
     }
 
-    /// When this process woke up from its last suspension, since the machine's start; None if the API server has
-    /// [confirmed](Self::confirmed) since what the agent remembers.
-    pub fn suspended_until(&self) -> Option<Duration> {
-        let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // The task may not have looked since the process woke up.
-        looks.look(uptime());
-        looks.woke_up
+    /// The uptime at which this process woke up from its last suspension; None once the API server has
+    /// [confirmed](Self::confirmed) what the agent remembers.
+    pub fn woke_up(&self) -> Option<Duration> {
+        self.look().woke_up
     }
 
-    /// The API server has confirmed what the agent remembers, in answer to a question that was asked when
-    /// [`Self::suspended_until`] was `then`. A later suspension still counts.
-    pub fn confirmed(&self, then: Option<Duration>) {
-        if self.suspended_until() == then {
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).woke_up = None;
+    /// The API server has confirmed what the agent remembers, in answer to a question that was asked when [`Self::woke_up`] was `then`.
+    /// A later suspension still counts.
+    pub fn confirmed(&self, then: Duration) {
+        let mut looks = self.look();
+        if looks.woke_up == Some(then) {
+            looks.woke_up = None;
         }
+    }
+
+    /// Looks first: the task may not have done so since the process woke up.
+    fn look(&self) -> MutexGuard<'_, Looks> {
+        let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        looks.look(uptime());
+        looks
     }
 }
 
@@ -74,20 +79,19 @@ mod tests {
 
     #[test]
     fn an_agent_that_was_suspended_knows_it_until_it_has_heard_the_api_again() {
-        for (beats, expected) in [(&[1, 2, 3][..], false), (&[1, 10, 20], false), (&[1, 12, 13, 14], true)] {
+        for (times, expected) in [(&[1, 2, 3][..], false), (&[1, 10, 20], false), (&[1, 12, 13, 14], true)] {
             let mut looks = Looks::default();
-            beats.iter().for_each(|at| looks.look(Duration::from_secs(*at)));
-            assert_eq!(looks.woke_up.is_some(), expected, "{beats:?}");
+            times.iter().for_each(|at| looks.look(Duration::from_secs(*at)));
+            assert_eq!(looks.woke_up.is_some(), expected, "{times:?}");
         }
         let first = Duration::from_secs(1);
         let detector = StallDetector(Arc::new(Mutex::new(Looks { last: uptime(), woke_up: Some(first) })));
-        let asked = detector.suspended_until();
-        assert_eq!(asked, Some(first));
-        detector.confirmed(asked);
-        assert_eq!(detector.suspended_until(), None);
+        assert_eq!(detector.woke_up(), Some(first));
+        detector.confirmed(first);
+        assert_eq!(detector.woke_up(), None);
         // Suspended again, before the answer is taken in.
         detector.0.lock().unwrap().woke_up = Some(first * 2);
-        detector.confirmed(asked);
-        assert_eq!(detector.suspended_until(), Some(first * 2));
+        detector.confirmed(first);
+        assert_eq!(detector.woke_up(), Some(first * 2));
     }
 }

@@ -35,7 +35,13 @@ pub(crate) async fn run(layout: &Layout, file: &Path) -> Result<(), LocalError> 
         let kind = GroupVersionKind::try_from(&types).map_err(|error| wrong(&error))?;
         let name = object.metadata.name.clone().or(object.metadata.generate_name.clone()).unwrap_or_default();
         let failed = || format!("can't create {} {name}", types.kind);
-        let (resource, capabilities) = pinned_kind(&client, &kind).await.context(failed)?;
+        let (resource, capabilities) = pinned_kind(&client, &kind).await.map_err(|error| match error {
+            // kube names neither of them: the server has no such group, or no such kind in it.
+            kube::Error::Discovery(_) | kube::Error::Api(_) => {
+                LocalError::Usage(format!("{}: local mode has no {} {}", failed(), types.api_version, types.kind))
+            }
+            error => LocalError::Failed { what: failed(), source: error.into() },
+        })?;
         let api = match (capabilities.scope, &object.metadata.namespace) {
             (Scope::Cluster, _) => Api::all_with(client.clone(), &resource),
             (Scope::Namespaced, Some(namespace)) => Api::namespaced_with(client.clone(), namespace, &resource),

@@ -80,7 +80,11 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
             // of this epoch can start.
             return Some(with_closing(roster, None));
         };
-        return next_epoch(seen, roster, settings(seen.spec, participant_count(seen, roster), digest, certificate));
+        return next_epoch(
+            seen,
+            roster,
+            settings(seen.spec, seen.owner(), participant_count(seen, roster), digest, certificate),
+        );
     }
     if let Some(next) = come_up_or_go_back(seen, members, roster, report) {
         return Some(next);
@@ -130,7 +134,7 @@ pub(super) fn with_closing(roster: &Roster, closing: Option<Closing>) -> Roster 
 pub fn restart(seen: &Observed, members: &Members, roster: &Roster) -> Restart {
     let (Some(digest), Some(certificate)) = (seen.digest, seen.certificate) else { return Restart::None };
     let is_requested = seen.restart_word.is_some() && seen.restart_word != roster.restart.as_deref();
-    let by_spec = pending(&roster.settings, seen.spec, digest, certificate);
+    let by_spec = pending(&roster.settings, seen.spec, seen.owner(), digest, certificate);
     // Only a change of the spec has a deadline: an upgrade of the agents must not end running jobs.
     let has_deadline = by_spec.is_some();
     let Some(difference) = by_spec
@@ -144,7 +148,7 @@ pub fn restart(seen: &Observed, members: &Members, roster: &Roster) -> Restart {
     if let Some(refused) = &roster.refused
         && !is_requested
         // `wanted` ignores a default maxSize, which follows the number of nodes and changes as they come and go.
-        && refused.settings == wanted(&refused.settings, seen.spec, digest, certificate)
+        && refused.settings == wanted(&refused.settings, seen.spec, seen.owner(), digest, certificate)
     {
         return Restart::Refused { difference, reason: refused.reason.clone() };
     }
@@ -251,9 +255,8 @@ impl<'a> News<'a> {
 }
 
 /// Makes the roster of the next epoch: every member keeps its rank if there is room, gets its node's own name, and
-/// declares what it has now. The lead stays, because the statedir is on its host, and so does the brokers' user.
+/// declares what it has now. The lead stays, because the statedir is on its host.
 pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettings) -> Option<Roster> {
-    let settings = EpochSettings { run_as: roster.settings.run_as.clone(), ..settings };
     let limit = limit(seen.spec, settings.max_size);
     let revision = roster.revision + 1;
     let members = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?, entry)));

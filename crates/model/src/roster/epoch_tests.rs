@@ -607,20 +607,34 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_it_is_idle() {
 
 #[test]
 fn an_instance_that_was_online_keeps_its_user() {
-    let mut world = World::up(2);
-    world.spec.broker.run_as = Some("flux".into());
-    assert_eq!(begin_an_epoch(&mut world, 9000).settings.run_as, "root", "an epoch that begins for another reason");
-    let Decision::Keep = world.settle() else { panic!("no epoch begins for it") };
+    let flux = || Some("flux".to_owned());
+    let run_as = |world: &World| world.roster.as_ref().unwrap().settings.run_as.clone();
+    let mut world = idle();
+    world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
+    assert_eq!(world.status.run_as.as_deref(), Some("root"));
+    world.spec.broker.run_as = flux();
+    assert_eq!(world.settle(), Decision::Keep, "no epoch begins for it");
+    let next = begin_an_epoch(&mut world, 9000);
+    assert_eq!((next.epoch, next.settings.run_as.as_str()), (2, "root"), "an epoch that begins for another reason");
+    // Its roster is lost, or an administrator gives its queue up.
+    world.roster = None;
+    world.reports.values_mut().for_each(|report| report.adopted = None);
+    world.settle();
+    assert_eq!(run_as(&world), "root");
+
+    // An earlier version began an epoch with another user, and it has not come up.
+    let mut world = idle();
+    let roster = world.roster.as_mut().unwrap();
+    roster.previous = Some(roster.settings.clone());
+    roster.settings.run_as = "typo".to_owned();
+    world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
+    assert_eq!(begin_an_epoch(&mut world, 9000).settings.run_as, "root");
 
     // Before it was online for the first time, a user that no host has can be corrected.
     let mut world = World::new(2);
     world.all_passed();
     world.settle();
-    world.spec.broker.run_as = Some("flux".into());
-    world.status.instance_id = Some("an administrator has given up its queue".into());
+    world.spec.broker.run_as = flux();
     world.settle();
-    assert_eq!(world.roster.as_ref().unwrap().settings.run_as, "root");
-    world.status.instance_id = None;
-    world.settle();
-    assert_eq!(world.roster.as_ref().unwrap().settings.run_as, "flux");
+    assert_eq!(run_as(&world), "flux");
 }

@@ -13,8 +13,8 @@ use crate::{
         participant_count,
     },
     prefix,
-    settings::{owner, pending, settings},
-    tree::is_flat,
+    settings::{pending, settings},
+    tree::is_deep,
 };
 use api::{FailedLeads, FluxNodeStatus, Roster, packed};
 use base::words::many;
@@ -102,8 +102,8 @@ fn first_roster(
         Ok(lead) => lead,
         Err(reason) => return Decision::Wait(reason),
     };
-    let settings = settings(seen.spec, nodes.len(), digest, certificate);
-    let deep = is_flat(&settings) == Some(false);
+    let settings = settings(seen.spec, seen.owner(), nodes.len(), digest, certificate);
+    let deep = is_deep(&settings);
     let limit = limit(seen.spec, settings.max_size);
     // In a deep tree, an interior rank whose node never comes up would strand its children.
     let others = nodes.iter().filter(|node| node.uid != lead.uid && (!deep || has_passed(seen, node)));
@@ -194,12 +194,9 @@ fn choose_lead<'a>(
 pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> {
     let (digest, certificate) = (seen.digest?, seen.certificate?);
     let lead = roster.lead()?;
-    // Else whoever is or was this user may have the queue of an earlier lead, and the certificate.
-    let may_owner_change = seen.status.instance_id.is_none();
-    let is_pending = pending(&roster.settings, seen.spec, digest, certificate).is_some()
-        || (may_owner_change && owner(seen.spec) != roster.settings.run_as);
+    let is_pending = pending(&roster.settings, seen.spec, seen.owner(), digest, certificate).is_some();
     if was_named(roster) {
-        let settings = || settings(seen.spec, participant_count(seen, roster), digest, certificate);
+        let settings = || settings(seen.spec, seen.owner(), participant_count(seen, roster), digest, certificate);
         let next = is_pending.then(|| next_epoch(seen, roster, settings())).flatten()?;
         return Some(Decision::Write(Box::new(Roster { previous: None, jobs_lost_before: next.epoch, ..next })));
     }
@@ -216,9 +213,6 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
     match first_roster(seen, seen.fresh_id, epoch, None, failed) {
         Decision::Write(mut next) => {
             next.revision = roster.revision + 1;
-            if !may_owner_change {
-                next.settings.run_as.clone_from(&roster.settings.run_as);
-            }
             next.ranks.values_mut().for_each(|entry| entry.revision = next.revision);
             Some(Decision::Write(next))
         }

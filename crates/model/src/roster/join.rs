@@ -11,14 +11,14 @@ use crate::{
     members::{MemberState, Members},
     observed::{Observed, candidates, drained_by_others, entry, facts, has_failed, limit},
     prefix,
-    tree::{is_flat, parent, topology},
+    tree::{is_deep, parent, topology},
 };
 use api::{Rank, Roster, RosterEntry};
 
 /// In a deep tree, moves a member to a free rank elsewhere if its broker is out of the overlay and its parent can't
 /// come back by itself.
 pub(super) fn relocate_stranded(seen: &Observed, members: &Members, roster: &mut Roster) {
-    if is_flat(&roster.settings) != Some(false) || !members.is_online(0) {
+    if !is_deep(&roster.settings) || !members.is_online(0) {
         return;
     }
     let stranded: Vec<Rank> = roster

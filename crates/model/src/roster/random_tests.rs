@@ -15,7 +15,7 @@ use crate::{
     hostlist,
     observed::retain_secs,
     project::project,
-    tree::is_flat,
+    tree::is_deep,
 };
 use api::{Adopted, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry, Want};
 
@@ -48,7 +48,7 @@ impl Cluster {
         world.spec.topology = topology.map(str::to_owned);
         world.spec.ranks.retain = Some("10m".into());
         let mut roster = crate::fixture::roster(max_size, &[("node1", 2)]);
-        roster.settings = crate::settings::settings(&world.spec, 0, "digest", "cert");
+        roster.settings = crate::settings::settings(&world.spec, "root", 0, "digest", "cert");
         world.roster = Some(roster.clone());
         world.online("node1");
         let lead = Machine {
@@ -304,7 +304,7 @@ impl Cluster {
                 assert!(covers || (entry.drain.is_some() && is_idle), "rank {rank} has shrunk: {was:?} {is:?}");
             }
             Some(now) => {
-                let deep = is_flat(&next.settings) == Some(false);
+                let deep = is_deep(&next.settings);
                 let reported = report(&member.node).map(|own| own.adopted.as_ref().map(|broker| broker.rank));
                 let is_out = lead.is_some_and(|lead| lead.offline.contains(&rank))
                     || reported.is_some_and(|reported| reported != Some(rank));

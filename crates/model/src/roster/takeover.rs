@@ -39,7 +39,9 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
         return close(roster, takeover.force);
     }
     let settings = match (seen.digest, seen.certificate) {
-        (Some(digest), Some(certificate)) => settings(seen.spec, participant_count(seen, roster), digest, certificate),
+        (Some(digest), Some(certificate)) => {
+            settings(seen.spec, seen.owner(), participant_count(seen, roster), digest, certificate)
+        }
         _ => roster.settings.clone(),
     };
     let next = next_epoch(seen, &led_by(roster, node)?, settings)?;

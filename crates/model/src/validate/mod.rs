@@ -7,7 +7,7 @@ mod tests;
 
 use std::{path::Path, time::Duration};
 
-use crate::{broker_toml, topology::Topology};
+use crate::{broker_toml, settings::is_root, topology::Topology};
 use api::{
     Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, PrefixError,
     RunningJobs, check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
@@ -172,7 +172,7 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
 
 fn pods(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     let pods = &spec.pods;
-    let owner = spec.broker.run_as.as_deref().filter(|owner| !["root", "0"].contains(owner));
+    let owner = spec.broker.run_as.as_deref().filter(|owner| !is_root(owner));
     if let Some(owner) = owner.filter(|_| pods.enabled) {
         let problem =
             format!("is true, but the brokers belong to {owner}: only root's take jobs for pods from an agent");

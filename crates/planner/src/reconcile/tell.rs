@@ -47,7 +47,7 @@ impl Planner {
         if let Some(Obstacle::Problem { reason, message }) = obstacle {
             self.announcer.say(&about, true, reason, message).await;
         } else if flux.status.as_ref().is_none_or(|before| before.phase != next.phase) {
-            // The phase says so only if nobody has asked for what keeps the lead away.
+            // Degraded: the lead is away although nobody asked for a restart.
             let is_warning = next.phase == InstancePhase::Degraded;
             self.announcer.say(&about, is_warning, &format!("{:?}", next.phase), message).await;
         }

@@ -70,11 +70,14 @@ impl<'a> Holdings<'a> {
             left.retain(|(pod, rank)| !jobs.iter_mut().any(|held| held.take(pod, *rank, reason)));
         }
         left.retain(|(pod, rank)| {
+            if pod.is_gone_before_it_began() {
+                return false;
+            }
             let pinned = jobs.iter_mut().find(|held| {
                 let record = &held.bridged.record;
                 record.pinned == Some(*rank) && record.lists(&pod.uid) && !held.slots.is_empty()
             });
-            !pod.is_gone_before_it_began() && pinned.map(|held| held.is_overfull = true).is_none()
+            pinned.map(|held| held.is_overfull = true).is_none()
         });
         Self { jobs, uncovered: left }
     }
@@ -83,6 +86,7 @@ impl<'a> Holdings<'a> {
 impl<'a> Held<'a> {
     /// Gives `pod` a free slot on `rank`, if there is one and `reason` holds. Returns true if it did.
     fn take(&mut self, pod: &'a PodView, rank: Rank, reason: Reason) -> bool {
+        // Else a forged pod that is gone would keep the slot of one that runs.
         if self.bridged.record.pinned.is_some() && pod.is_gone_before_it_began() {
             return false;
         }

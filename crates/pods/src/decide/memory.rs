@@ -24,8 +24,17 @@ pub struct Memory {
 pub(super) struct RecoveryMemory {
     /// The life of the broker that is recovered from.
     pub life: String,
-    /// The gangs that were there, and in how many rounds jobs were submitted for each.
-    pub asked: BTreeMap<GangId, u32>,
+    /// The gangs that were there.
+    pub gangs: BTreeMap<GangId, Asked>,
     /// Those for which a job was refused.
     pub given_up: BTreeSet<GangId>,
+}
+
+/// What a recovery has asked Flux for.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Asked {
+    /// uids of the gang's pods when it was asked for last.
+    pub pods: Vec<String>,
+    /// How often it was asked for with other pods than before.
+    pub times: u32,
 }

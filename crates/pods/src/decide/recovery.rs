@@ -17,7 +17,7 @@ use broker::job_id::JobId;
 
 use super::{
     hold::Holdings,
-    memory::{Memory, RecoveryMemory},
+    memory::{Asked, Memory, RecoveryMemory},
     pause::reason_to_pause,
     pins::{Again, submit_pins},
     request::request,
@@ -34,8 +34,8 @@ use crate::{
     world::Queues,
 };
 
-/// Most rounds of a recovery in which jobs are submitted for one gang: its pods may end one after another meanwhile.
-const MOST_ASKED: u32 = 50;
+/// A recovery goes on asking for a gang until its pods have changed this often: they may end one after another meanwhile.
+pub(super) const MOST_CHANGES: u32 = 50;
 
 /// What recovery waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -76,8 +76,8 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     // Taken out while the loop changes the round.
     let gangs = std::mem::take(&mut round.gangs);
     if memory.recovery.life != round.broker.life {
-        let asked = gangs.iter().map(|gang| (gang.id.clone(), 0)).collect();
-        memory.recovery = RecoveryMemory { life: round.broker.life.clone(), asked, given_up: BTreeSet::new() };
+        let known = gangs.iter().map(|gang| (gang.id.clone(), Asked::default())).collect();
+        memory.recovery = RecoveryMemory { life: round.broker.life.clone(), gangs: known, given_up: BTreeSet::new() };
     }
     // A refusal counts only if this broker takes jobs at all.
     if !round.broker.accepts_jobs {
@@ -94,7 +94,7 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
             Again::Asked => {}
             Again::Submitting => {
                 is_submitting = true;
-                memory.recovery.asked.entry(gang.id.clone()).and_modify(|asked| *asked += 1);
+                note_asked(memory, gang);
             }
             Again::Paused => drop(paused.insert(&gang.id)),
             Again::Disabled => {
@@ -140,21 +140,36 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
         let free = slots.filter(|(_, pod)| pod.is_none()).map(|(slot, _)| slot.rank);
         pods.extend(gang.waiting().zip(free));
     }
-    let is_paused = is_given_up(round, memory, &gang.id);
-    let pins = submit_pins(round, gang, &holdings, pods, is_paused);
+    note_refusal(round, memory, &gang.id);
+    let pins = submit_pins(round, gang, &holdings, pods, !may_wait_for(memory, &gang.id));
     needed.extend(pins.pending);
     pins.again
 }
 
-/// True if this recovery does not wait for `gang`. If Flux has refused a job for it, that is remembered until the end of the recovery:
-/// if the gang were asked for again after a while, a recovery might never end, because before the last of some thousand gangs is
-/// refused, the first would be due again.
-fn is_given_up(round: &mut Round, memory: &mut Memory, gang: &GangId) -> bool {
+/// Counts how often a gang has changed. A gang that is decided on again because its turn has not come yet counts once.
+fn note_asked(memory: &mut Memory, gang: &Gang) {
+    if let Some(asked) = memory.recovery.gangs.get_mut(&gang.id) {
+        let pods: Vec<_> = gang.members.iter().map(|pod| pod.uid.clone()).collect();
+        if asked.pods != pods {
+            asked.times += 1;
+            asked.pods = pods;
+        }
+    }
+}
+
+/// Remembers until the end of the recovery that Flux has refused a job for `gang`. If the gang were asked for again after a while, a
+/// recovery might never end: before the last of some thousand gangs is refused, the first would be due again.
+fn note_refusal(round: &mut Round, memory: &mut Memory, gang: &GangId) {
     if reason_to_pause(round, gang).is_some() {
         memory.recovery.given_up.insert(gang.clone());
     }
-    let is_asked_enough = memory.recovery.asked.get(gang).is_none_or(|asked| *asked >= MOST_ASKED);
-    is_asked_enough || memory.recovery.given_up.contains(gang)
+}
+
+/// False if a job for `gang` was refused, or if it came after the recovery began, or has changed too often since.
+fn may_wait_for(memory: &Memory, gang: &GangId) -> bool {
+    let recovery = &memory.recovery;
+    let is_there = recovery.gangs.get(gang).is_some_and(|asked| asked.times < MOST_CHANGES);
+    is_there && !recovery.given_up.contains(gang)
 }
 
 /// A gang of which nothing is bound is asked for as a whole, before all others.
@@ -164,7 +179,8 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
     if !was_given || is_asked || gang.problem.is_some() {
         return Again::Asked;
     }
-    if is_given_up(round, memory, &gang.id) {
+    note_refusal(round, memory, &gang.id);
+    if !may_wait_for(memory, &gang.id) {
         return Again::Paused;
     }
     let pods: Vec<&PodView> = gang.waiting().collect();

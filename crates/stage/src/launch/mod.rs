@@ -364,16 +364,16 @@ fn running(process: Identity, record: RunRecord) -> RunningBroker {
 /// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are.
 fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
     fs::create_dir_all(path.parent().unwrap_or(path))?;
-    let made = match fs::create_dir(path) {
-        // The broker's user may have mounted something over the last broker's.
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => trust::uncovered(path).or_else(|error| {
-            tracing::warn!(%error, "making the broker's rundir again");
-            remove_all_if_there(path)?;
-            fs::create_dir(path)?;
-            trust::uncovered(path)
-        })?,
-        made => made.and_then(|()| trust::uncovered(path))?,
+    let open = || match fs::create_dir(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        _ => trust::open_unless_user_mounted(path),
     };
+    // The last broker's user may have mounted something over its rundir.
+    let made = open().or_else(|error| {
+        tracing::warn!(%error, path = %path.display(), "the broker's rundir can't be used and is made again");
+        remove_all_if_there(path)?;
+        open()
+    })?;
     made.set_permissions(fs::Permissions::from_mode(0o755))?;
     fchown(&made, Some(user.uid), Some(user.gid))
 }

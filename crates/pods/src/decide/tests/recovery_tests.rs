@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     action::Action,
-    decide::{Recovery, Standing},
+    decide::{Recovery, Standing, recovery::MOST_CHANGES},
     fixture::pod,
     jobs::NOTE,
     jobspec::{FIRST_URGENCY, PINNED_URGENCY},
@@ -378,11 +378,11 @@ fn forged_pods_that_come_and_go_hold_no_cores_and_delay_no_recovery() {
                 bed.vanish(&name);
             }
         };
-        let standing = (1..20).find(|number| {
+        let ended = (1..20).find(|number| {
             forge(&mut bed, *number);
             step(&mut bed) == Standing::Serving
         });
-        assert!(standing.is_some(), "the queues stay stopped");
+        assert!(ended.is_some_and(|number| number > 3), "it was forged during the recovery, and that ended: {ended:?}");
         bed.settle();
         let forged = bed.shown_jobs().into_iter().filter(|job| job.contains("forged")).count();
         assert_eq!(forged == 0, is_deleted, "{:?}", bed.shown_jobs());
@@ -396,9 +396,37 @@ fn forged_pods_that_come_and_go_hold_no_cores_and_delay_no_recovery() {
 fn a_gang_that_goes_on_changing_delays_a_recovery_only_for_a_while() {
     let mut bed = running();
     bed.restart_broker(|_| true, false);
+    let template = bed.pods["uid-g2"].clone();
     let ended = (1..200).find(|number| {
-        bed.change("g2", |pod| (pod.uid, pod.name) = (format!("uid-g2x{number}"), format!("g2x{number}")));
+        bed.vanish(&format!("g2x{}", number - 1));
+        let (uid, name) = (format!("uid-g2x{number}"), format!("g2x{number}"));
+        bed.set(PodView { uid, name, is_taken_up: false, ..template.clone() });
         step(&mut bed) == Standing::Serving
     });
-    assert!(ended.is_some(), "the queues stay stopped");
+    assert!(ended.is_some_and(|number| number >= MOST_CHANGES), "{ended:?}");
+}
+
+/// The executor begins some actions at a time, and asks for a decision again after each.
+#[test]
+fn a_gang_whose_turn_comes_late_is_asked_for_before_the_queues_start() {
+    let mut bed = Bed::new(&[8]);
+    bed.create(["a", "b", "c", "d"].map(|name| pod(name, 1)));
+    bed.settle();
+    bed.run_all();
+    bed.submit_host_job(1, 8);
+    bed.settle();
+    bed.restart_broker(|_| true, false);
+    for round in 0.. {
+        assert!(round < 1000, "no end");
+        let decision = bed.decide();
+        // The first submission hangs for many rounds.
+        let is_late = |action: &&Action| matches!(action, Action::Submit(_)) && round % 100 != 99;
+        decision.actions.iter().filter(|action| !is_late(action)).take(1).for_each(|action| bed.carry_out(action));
+        bed.schedule();
+        bed.deliver(usize::MAX, usize::MAX);
+        if decision.report.standing == Standing::Serving {
+            break;
+        }
+    }
+    assert_eq!(bed.held(0), (4, 4), "{:?}", bed.shown_jobs());
 }
