@@ -76,6 +76,9 @@ fn no_user_inherits_the_queue_of_another() {
     // A broker has kept a queue in this one, whether the instance was online or not.
     host.configure(&of("root", not_established("id-1"))).unwrap_err();
     fs::remove_file(host.below("state/content.sqlite")).unwrap();
+    host.write(&format!("{PREFIX}/state/dump/recovered.tgz"), "a queue to be restored");
+    host.configure(&of("root", not_established("id-1"))).unwrap_err();
+    fs::remove_dir_all(host.below("state/dump")).unwrap();
     host.configure(&of("root", not_established("id-1"))).unwrap();
     assert_eq!((queue("state/content.sqlite"), owner(&host.below("state"))), (None, (0, 0)));
 }

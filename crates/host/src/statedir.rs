@@ -12,16 +12,16 @@ use std::{
     io::Read,
     os::{
         fd::AsFd,
-        unix::ffi::OsStrExt,
         unix::fs::{MetadataExt, PermissionsExt},
     },
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use k8s_openapi::jiff::civil::DateTime;
 use nix::{
     dir::Dir,
-    fcntl::{AtFlags, OFlag, openat},
+    errno::Errno,
+    fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2},
     sys::stat::{Mode, SFlag, fstat},
     unistd::{Gid, Uid, fchownat},
 };
@@ -31,7 +31,7 @@ use super::{
         self, Owner, host_path, look_in, make_dir, open_in, open_only_path_below, open_plain_below, open_uncovered,
         refuse_mounts, remove_all_if_there, remove_if_there, rename_in, sync_parent, write_atomic,
     },
-    trust::{self, Distrust, is_by_user},
+    trust::{self, is_by_user},
 };
 use crate::dumps::DUMPS;
 use hostapi::{Refusal, StateDir};
@@ -68,8 +68,8 @@ pub fn prepare(prefix: &Path, order: &StateDir, owner: Owner) -> Result<(), Refu
     if found.as_deref() == Some(&order.instance_id) {
         match refuse_other_owner(&dir, owner) {
             Ok(()) => return change_owner(&dir, owner),
-            Err(refusal) if order.established || !is_without(&dir, Path::new(CONTENT)) => return Err(refusal),
-            // No broker has kept a queue in it.
+            Err(refusal) if order.established || !is_empty(&dir) => return Err(refusal),
+            // There is no queue in it.
             Err(_) => return make(prefix, &order.instance_id, owner, |_| Ok(())),
         }
     }
@@ -144,14 +144,24 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
     write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, Owner::ROOT)?;
     give(&new, owner).map_err(|error| Refusal::io("change the owner of", &new, &error))?;
     // A statedir that was made from a dump and never used can go: it holds only a copy of the dump.
-    let recovered = Path::new(OWN_DUMPS).join(RECOVERED);
-    let has_dump = trust::open_unless_user_mounted(&dir).and_then(|dir| open_only_path_below(dir, &recovered)).is_ok();
+    let has_dump =
+        trust::open_unless_user_mounted(&dir).and_then(|dir| open_only_path_below(dir, &recovered())).is_ok();
     if has_dump && is_without(&dir, Path::new(CONTENT)) {
         remove(&dir)?;
     }
     move_aside(prefix)?;
     let made = rename_in(prefix, format!(".{STATEDIR}.new"), STATEDIR).and_then(|()| sync_parent(&dir));
     made.map_err(|error| Refusal::io("make", &dir, &error))
+}
+
+/// Where a statedir that was made from a dump has it.
+fn recovered() -> PathBuf {
+    Path::new(OWN_DUMPS).join(RECOVERED)
+}
+
+/// True if the statedir `dir` certainly holds no queue, and no dump of which one is to be made.
+fn is_empty(dir: &Path) -> bool {
+    is_without(dir, Path::new(CONTENT)) && is_without(dir, &recovered())
 }
 
 /// True if `path` below the statedir `dir` certainly does not exist: a user may have mounted something over it, or an administrator
@@ -320,11 +330,11 @@ fn give_below(dir: &File, owner: Owner) -> io::Result<()> {
         if name == c"." || name == c".." {
             continue;
         }
-        let name = OsStr::from_bytes(name.to_bytes());
-        let found = match trust::look(dir, Path::new(name), name) {
-            // It is that user's already.
-            Err(Distrust::Mounted { .. }) => continue,
-            found => found?.ok_or(io::ErrorKind::NotFound)?,
+        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
+        let found = match openat2(dir, name, how.resolve(ResolveFlag::RESOLVE_NO_XDEV)) {
+            // What is mounted there is not ours to give.
+            Err(Errno::EXDEV) => continue,
+            found => found?,
         };
         let status = fstat(&found)?;
         let kind = SFlag::from_bits_truncate(status.st_mode) & SFlag::S_IFMT;

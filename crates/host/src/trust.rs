@@ -309,7 +309,7 @@ pub fn open_unless_user_mounted(path: &Path) -> io::Result<File> {
 
 /// Opens `name` in `directory` only to examine it, unless a user has mounted a file system over it by FUSE; None if
 /// there is no such entry. `path` is that of the entry.
-pub(crate) fn look(directory: impl AsFd, path: &Path, name: &OsStr) -> Result<Option<OwnedFd>, Distrust> {
+fn look(directory: impl AsFd, path: &Path, name: &OsStr) -> Result<Option<OwnedFd>, Distrust> {
     let found = match openat(&directory, name, LOOK, Mode::empty()) {
         Err(Errno::ENOENT) => return Ok(None),
         found => found.map_err(|errno| Distrust::io(path, errno))?,

@@ -67,7 +67,8 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
     let without_entry = || number.map(without_entry).or_else(|| (run_as == "root").then(User::root));
     let Some(mut user) = entry.or_else(without_entry) else {
         return Err(Refusal::new(format!(
-            "this host has no user {run_as:?}; set spec.broker.runAs to a name in its /etc/passwd, or to a number"
+            "this host has no user {run_as:?}; add it to /etc/passwd here or, if the instance was never online, set spec.broker.runAs to \
+             another name or a number"
         )));
     };
     if user.uid == NOBODYS || user.gid == NOBODYS {

@@ -171,10 +171,7 @@ mod tests {
             ("the same user", |world| world.spec.broker.run_as = Some("0".into()), None),
             (
                 "another user",
-                |world| {
-                    world.status.run_as = Some("root".into());
-                    world.spec.broker.run_as = Some("flux".into());
-                },
+                |world| world.spec.broker.run_as = Some("flux".into()),
                 Some(("OwnerIsFixed", "set spec.broker.runAs to root")),
             ),
             ("one excluded", |world| world.spec.resources.exclude.nodes = vec!["node1".into()], None),

@@ -59,7 +59,17 @@ impl Observed<'_> {
     /// that its spec asks for. Whoever was this user could write jobs into the queue, which would run as the next one, and knows the
     /// certificate.
     pub fn owner(&self) -> &str {
-        self.status.run_as.as_deref().unwrap_or_else(|| owner(self.spec))
+        let fixed = self.status.run_as.as_deref().or_else(|| self.fixed_owner());
+        fixed.unwrap_or_else(|| owner(self.spec))
+    }
+
+    /// The user of the brokers' last epoch that came up, from the roster; None if none has. The status has it too, but an earlier
+    /// version, or a definition of the FluxInstance that lacks the field, may have dropped it.
+    pub fn fixed_owner(&self) -> Option<&str> {
+        let was_online = |roster: &&Roster| roster.established || self.status.instance_id.is_some();
+        let roster = self.roster.filter(|roster| roster.instance_uid == self.instance_uid).filter(was_online)?;
+        // Earlier versions changed the user with the epoch.
+        Some(&roster.previous.as_ref().unwrap_or(&roster.settings).run_as)
     }
 }
 

@@ -87,6 +87,10 @@ pub fn wanted(
         wanted.max_size = running.max_size;
         wanted.topology = topology(spec, running.max_size);
     }
+    // Pods have never run through brokers of another user, so switching them off there needs no restart.
+    if !is_root(owner) {
+        wanted.pods = running.pods;
+    }
     if wanted.pods == running.pods {
         wanted.only_whole_cores = running.only_whole_cores;
     }

@@ -212,9 +212,9 @@ fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     next.online = count(roster.ranks.keys().filter(|rank| members.is_online(**rank)));
     if roster.established {
         next.instance_id = Some(roster.instance_id.clone());
-        // Earlier versions changed it with the epoch: the one that came up last counts.
-        let came_up = roster.previous.as_ref().unwrap_or(&roster.settings);
-        next.run_as.get_or_insert_with(|| came_up.run_as.clone());
+    }
+    if next.run_as.is_none() {
+        next.run_as = Observed { roster: Some(roster), ..*seen }.fixed_owner().map(str::to_owned);
     }
     next.dump = newest_dump(seen);
     let lead = members.report(0);

@@ -87,8 +87,10 @@ fn copy(root: &Root, from: &Path, to: &Path) -> Result<(), Refusal> {
             Distrust::Owner { path, uid } => format!("{} belongs to the user with uid {uid}", path.display()),
             Distrust::Open { path, .. } => format!("users other than root can write to {}", path.display()),
             Distrust::Mounted { path, uid } => format!("the user with uid {uid} has mounted {}", path.display()),
-            Distrust::Kind { path, wanted } => format!("can't read {}: it is not {wanted}", path.display()),
-            Distrust::Io { source, .. } => format!("can't read {}: {source}", from.display()),
+            Distrust::Kind { path, wanted } => {
+                return Refusal::new(format!("can't read {}: it is not {wanted}", path.display()));
+            }
+            Distrust::Io { source, .. } => return Refusal::io("read", from, &source),
         };
         // Whoever has written the dump decides which jobs run as the brokers' user.
         Refusal::new(format!(

@@ -301,7 +301,7 @@ impl Seen {
 
     /// The brokers' user.
     fn owner(&self) -> String {
-        self.status.run_as.clone().unwrap_or_else(|| self.roster.settings.run_as.clone())
+        self.observed().owner().to_owned()
     }
 
     fn observed(&self) -> Observed<'_> {

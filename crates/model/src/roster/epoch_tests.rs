@@ -609,32 +609,44 @@ fn a_follower_that_hangs_is_given_up_if_the_lead_has_lost_it_or_it_is_idle() {
 fn an_instance_that_was_online_keeps_its_user() {
     let flux = || Some("flux".to_owned());
     let run_as = |world: &World| world.roster.as_ref().unwrap().settings.run_as.clone();
+    // Whether its status says which user that is or, as after an upgrade, only its roster does.
     let mut world = idle();
-    world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
-    assert_eq!(world.status.run_as.as_deref(), Some("root"));
     world.spec.broker.run_as = flux();
     assert_eq!(world.settle(), Decision::Keep, "no epoch begins for it");
     let next = begin_an_epoch(&mut world, 9000);
     assert_eq!((next.epoch, next.settings.run_as.as_str()), (2, "root"), "an epoch that begins for another reason");
-    // Its roster is lost, or an administrator gives its queue up.
+    world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
+    assert_eq!(world.status.run_as.as_deref(), Some("root"));
     world.roster = None;
     world.reports.values_mut().for_each(|report| report.adopted = None);
     world.settle();
-    assert_eq!(run_as(&world), "root");
+    assert_eq!(run_as(&world), "root", "its roster is lost");
 
-    // An earlier version began an epoch with another user, and it has not come up.
+    // An earlier version began an epoch with another user, and it does not come up.
     let mut world = idle();
     let roster = world.roster.as_mut().unwrap();
     roster.previous = Some(roster.settings.clone());
     roster.settings.run_as = "typo".to_owned();
-    world.status = status(&world.seen(), 1, world.planned().as_ref(), None);
-    assert_eq!(begin_an_epoch(&mut world, 9000).settings.run_as, "root");
+    world.reports.values_mut().for_each(|report| report.adopted = None);
+    world.reports.get_mut("node1").unwrap().start_failing_epoch = Some(1);
+    assert_eq!(status(&world.seen(), 1, world.planned().as_ref(), None).run_as.as_deref(), Some("root"));
+    world.settle();
+    close(&mut world);
+    world.settle();
+    assert_eq!(run_as(&world), "root");
+}
 
-    // Before it was online for the first time, a user that no host has can be corrected.
-    let mut world = World::new(2);
-    world.all_passed();
-    world.settle();
-    world.spec.broker.run_as = flux();
-    world.settle();
-    assert_eq!(run_as(&world), "flux");
+#[test]
+fn the_user_can_be_corrected_until_the_instance_was_online() {
+    let before = |is_given_up: bool| {
+        let mut world = World::new(2);
+        world.all_passed();
+        world.settle();
+        world.spec.broker.run_as = Some("flux".to_owned());
+        // An administrator has given up the queue of an instance that was online.
+        world.status.instance_id = is_given_up.then(|| "another".to_owned());
+        world.settle();
+        world.roster.unwrap().settings.run_as
+    };
+    assert_eq!((before(false).as_str(), before(true).as_str()), ("flux", "root"));
 }

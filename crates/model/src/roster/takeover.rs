@@ -14,7 +14,7 @@ use crate::{
     prefix,
     settings::settings,
 };
-use api::{Adopted, Closing, IdSet, Rank, Roster, RosterEntry, Takeover};
+use api::{Adopted, Closing, EpochSettings, IdSet, Rank, Roster, RosterEntry, Takeover};
 
 /// How long a request is valid, in seconds: by then the administrator's command has given up waiting, and the lead may
 /// be back.
@@ -32,7 +32,8 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
         if rank_of(roster, &node.uid) == Some(0) {
             return None;
         }
-        let next = next_epoch(seen, &led_by(roster, node)?, roster.settings.clone())?;
+        let settings = EpochSettings { run_as: seen.owner().to_owned(), ..roster.settings.clone() };
+        let next = next_epoch(seen, &led_by(roster, node)?, settings)?;
         return Some(Roster { previous: None, jobs_lost_before: next.epoch, ..next });
     };
     if leads_and_is_there(members, roster).is_some() {
