@@ -282,7 +282,7 @@ fn a_file_system_that_a_user_has_mounted_over_a_file_is_not_asked() {
     let host = host_with_a_user();
     for name in ["state.json", "prefix.json"] {
         host.write(&format!("{HOME}/flux-distribute/{name}"), "{}");
-        let mounted = UsersMount::over_a_file(host.at(HOME).join("flux-distribute").join(name));
+        let mounted = UsersMount::that_never_answers(host.at(HOME).join("flux-distribute").join(name));
         mounted.is_not_asked(|| {
             assert_eq!(host.state(), None, "{name}");
             assert!(observe(&host.root, &host.brokers).is_ok(), "{name}");
@@ -303,7 +303,7 @@ fn a_claim_that_a_user_shows_over_a_file_of_the_prefix_is_refused_and_not_asked(
         let words = format!("{PREFIX}/{name} is on a file system that the user with uid {USER} has mounted");
         for mode in [0o1777, 0o777, 0o755] {
             fs::set_permissions(host.below(""), fs::Permissions::from_mode(mode)).unwrap();
-            let mounted = UsersMount::over_a_file(host.below(name));
+            let mounted = UsersMount::that_never_answers(host.below(name));
             mounted.is_not_asked(|| {
                 let refusal = host.claim().unwrap_err();
                 assert!(refusal.message.contains(&words), "{mode:o}: {refusal}");

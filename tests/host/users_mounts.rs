@@ -18,14 +18,14 @@ use crate::{
     support::*,
 };
 
-/// A FUSE file system as fusermount3(1) mounts it for a user, until this is dropped. No process serves it: the kernel refuses other
-/// users, root too, before it asks.
+/// A FUSE file system as fusermount3(1) mounts it for a user, until this is dropped. No process serves it.
 pub struct UsersMount {
     pub point: PathBuf,
     _device: File,
 }
 
 impl UsersMount {
+    /// The kernel refuses this one to other users, root too, before it asks.
     pub fn at(point: PathBuf) -> Self {
         Self::with(point, "rootmode=40000")
     }
@@ -34,10 +34,6 @@ impl UsersMount {
     pub fn that_never_answers(point: PathBuf) -> Self {
         let root = if point.is_dir() { "40000" } else { "100000" };
         Self::with(point, &format!("rootmode={root},allow_other"))
-    }
-
-    pub fn over_a_file(point: PathBuf) -> Self {
-        Self::with(point, "rootmode=100000,allow_other")
     }
 
     fn with(point: PathBuf, options: &str) -> Self {

@@ -304,7 +304,8 @@ pub(crate) fn open_below(directory: impl AsFd, way: &Path, flags: OFlag) -> io::
     Ok(File::from(openat2(directory, way, how)?))
 }
 
-/// A descriptor of what is at `way` below `directory`, without opening it: for [`host_path`], and to connect to a socket.
+/// A descriptor of what is at `way` below `directory`, a symlink itself, without opening it: for [`host_path`], and to connect to a
+/// socket.
 ///
 /// # Errors
 /// As for [`open_below`].
@@ -326,9 +327,7 @@ pub fn open_plain_below(directory: impl AsFd, way: &Path) -> io::Result<File> {
 /// # Errors
 /// If there is nothing; `CrossesDevices` if something is mounted on it.
 pub fn look_in(directory: &File, name: &OsStr) -> io::Result<fs::Metadata> {
-    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let how = OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_NO_XDEV);
-    File::from(openat2(directory, name, how)?).metadata()
+    open_only_path_below(directory, Path::new(name))?.metadata()
 }
 
 /// A descriptor of what is at `path`, a symlink too, without opening it; see [`host_path`].

@@ -12,7 +12,10 @@ use std::{
     io::Read,
     os::{
         fd::AsFd,
-        unix::fs::{MetadataExt, PermissionsExt},
+        unix::{
+            ffi::OsStrExt,
+            fs::{MetadataExt, PermissionsExt},
+        },
     },
     path::{Path, PathBuf},
 };
@@ -20,8 +23,7 @@ use std::{
 use k8s_openapi::jiff::civil::DateTime;
 use nix::{
     dir::Dir,
-    errno::Errno,
-    fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2},
+    fcntl::{AtFlags, OFlag, openat},
     sys::stat::{Mode, SFlag, fstat},
     unistd::{Gid, Uid, fchownat},
 };
@@ -330,10 +332,9 @@ fn give_below(dir: &File, owner: Owner) -> io::Result<()> {
         if name == c"." || name == c".." {
             continue;
         }
-        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
-        let found = match openat2(dir, name, how.resolve(ResolveFlag::RESOLVE_NO_XDEV)) {
+        let found = match open_only_path_below(dir, Path::new(OsStr::from_bytes(name.to_bytes()))) {
             // What is mounted there is not ours to give.
-            Err(Errno::EXDEV) => continue,
+            Err(error) if error.kind() == io::ErrorKind::CrossesDevices => continue,
             found => found?,
         };
         let status = fstat(&found)?;

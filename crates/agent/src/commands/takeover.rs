@@ -185,7 +185,7 @@ pub async fn recover(arguments: RecoverArguments) -> Result<ExitCode, TakeoverEr
     let incoming = is_stdin.then(|| Incoming::receive(&prefix, &mut io::stdin().lock())).transpose();
     let incoming = incoming.map_err(TakeoverError::Incoming)?;
     let dump = Some(incoming.as_ref().map_or(from, |incoming| incoming.path().to_owned()));
-    let run_as = seen.owner();
+    let run_as = seen.observed().owner().to_owned();
     let order = TakeoverOrder { prefix: prefix.clone(), run_as, dump, unnamed, takeover: takeover.clone() };
     host.run(Order::Takeover(order), &mut |_| {}).await?;
     drop(incoming);
@@ -216,7 +216,7 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
     if !force && jobs_run().await {
         return Err(TakeoverError::JobsRun);
     }
-    let run_as = seen.owner();
+    let run_as = seen.observed().owner().to_owned();
     let order = TakeoverOrder { prefix, run_as, dump: None, unnamed: false, takeover: takeover.clone() };
     host.run(Order::Takeover(order), &mut |_| {}).await?;
     say(&format!("instance {} is given up; waiting for {lead} to lead another one", seen.roster.instance_id));
@@ -297,11 +297,6 @@ impl Seen {
             unreadable,
             roster,
         })
-    }
-
-    /// The brokers' user.
-    fn owner(&self) -> String {
-        self.observed().owner().to_owned()
     }
 
     fn observed(&self) -> Observed<'_> {
