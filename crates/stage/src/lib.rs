@@ -15,6 +15,7 @@ pub mod preflight;
 mod remove;
 mod runnable;
 mod takeover;
+mod trial;
 
 #[cfg(test)]
 #[path = "../../../tests/support/needs.rs"]

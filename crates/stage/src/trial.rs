@@ -1,0 +1,512 @@
+//! Checks whether an environment's Flux runs on this host. A bundle often relies on libraries and Python modules of the
+//! machine it was built on, and a broker that lacks one dies before it can report that. So we ask the host's own loader
+//! and its Python, as they will be asked when the broker starts, and name everything that is missing at once.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::{self, File},
+    io::{self, ErrorKind, Read},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use host::{
+    boundary,
+    child::{Kept, code, is_of_another_architecture, wait_until},
+    process::Signal,
+    users::User,
+};
+use hostapi::Refusal;
+
+/// The programs that run on every node, relative to the environment.
+const PROGRAMS: [&str; 3] = [FLUX, "libexec/flux/cmd/flux-broker", "libexec/flux/flux-shell"];
+const FLUX: &str = "bin/flux";
+/// The modules of the brokers that need libraries which no program needs, relative to [`LIBRARIES`].
+const MODULES: [&str; 3] = [
+    "flux/modules/content-sqlite.so",
+    "flux/modules/sched-fluxion-resource.so",
+    "flux/modules/sched-fluxion-qmanager.so",
+];
+const LIBRARIES: [&str; 2] = ["lib", "lib64"];
+/// Where Flux has a wrapper script for each Python that it was built for, relative to the environment
+/// (flux-python(1)). The script's name is `flux-pythonX.Y`.
+const WRAPPERS: &str = "libexec/flux/cmd";
+const WRAPPER: &str = "flux-python";
+/// More than any wrapper has, in bytes.
+const MAX_WRAPPER: u64 = 64 << 10;
+/// What Python is asked.
+const IMPORTS: &str = include_str!("trial.py");
+/// Long, because a slow disk is no reason to refuse an environment.
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// uid and gid of a trial. Programs of a package set get no rights that their broker would not have, and an id that no
+/// other process has: a user with the same uid could kill the trial, or forge its result by ptrace(2), as any process
+/// of nobody(5) could. The id is in an unassigned range: above systemd's for containers, which end at 1879048191, and
+/// SSSD's for directories, which end at 2000200000, and below systemd's for foreign images, which begin at 2147352576
+/// (https://systemd.io/UIDS-GIDS/, sssd-ldap(5)).
+const TRIAL_ID: u32 = 2_100_000_000;
+/// nobody(5), for a user namespace that does not have [`TRIAL_ID`].
+const NOBODY: u32 = 65534;
+/// Has the loader load a library beside those that a program asks for (ld.so(8)).
+const PRELOAD: &str = "LD_PRELOAD";
+/// Makes the loader list a program's libraries instead of starting it (ld.so(8)).
+const TRACE: &str = "LD_TRACE_LOADED_OBJECTS";
+const WORDS: usize = 300;
+
+/// The result of a trial that found no certain fault.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Tried {
+    /// It runs.
+    Runs,
+    /// The trial could not decide, for this reason.
+    Unknown(String),
+}
+
+/// Tries the Flux of `environment`, which holds package set `digest`. `compiled_prefix` is the path that is
+/// compiled into it, if that is another one; at this moment it may lead to another environment.
+///
+/// # Errors
+/// If this host lacks libraries or Python modules (all are named in the message, with a remedy), or a program certainly
+/// can't run on it.
+pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>) -> Result<Tried, Refusal> {
+    let mut trial = Trial { environment, compiled_prefix, lacking: BTreeMap::new(), unsure: None };
+    let found = trial.run();
+    found
+        .map(|()| trial.unsure.map_or(Tried::Runs, Tried::Unknown))
+        .map_err(|what| Refusal::new(format!("the Flux of package set {digest:.12} can't run on this host: {what}")))
+}
+
+/// A trial and what it has found.
+struct Trial<'a> {
+    environment: &'a Path,
+    compiled_prefix: Option<&'a Path>,
+    /// What this host lacks, and for which files of the environment.
+    lacking: BTreeMap<String, BTreeSet<String>>,
+    /// Why the trial can't decide.
+    unsure: Option<String>,
+}
+
+impl Trial<'_> {
+    /// Tries everything; a certain fault is the error.
+    fn run(&mut self) -> Result<(), String> {
+        let programs = PROGRAMS.map(|name| self.environment.join(name));
+        for (name, program) in PROGRAMS.into_iter().zip(&programs).filter(|(_, program)| is_elf(program)) {
+            self.trace(name, program, None)?;
+        }
+        let [flux, ..] = &programs;
+        if is_elf(flux) {
+            for (directory, module) in LIBRARIES.iter().flat_map(|lib| MODULES.map(|module| (lib, module))) {
+                let name = format!("{directory}/{module}");
+                let path = self.environment.join(&name);
+                if is_elf(&path) {
+                    self.trace(&name, flux, Some(&path))?;
+                }
+            }
+        }
+        if self.unsure.is_none() {
+            self.import_in_python();
+        }
+        if !self.lacking.is_empty() {
+            let named = self.lacking.iter().map(|(what, by)| {
+                let by: Vec<_> = by.iter().map(String::as_str).collect();
+                format!("{what} (for {})", by.join(" and "))
+            });
+            return Err(format!(
+                "it lacks {}; install what is missing on the hosts, or use a bundle that was made on their \
+                 distribution, or a channel",
+                named.collect::<Vec<_>>().join(", ")
+            ));
+        }
+        if self.unsure.is_none() && is_elf(flux) { self.start(flux) } else { Ok(()) }
+    }
+
+    /// Has the loader list the libraries of `program`, or those of `module` in it, and notes what it doesn't find.
+    /// `name` is the file's path in the environment.
+    fn trace(&mut self, name: &str, program: &Path, module: Option<&Path>) -> Result<(), String> {
+        let mut command = self.command(program);
+        command.env(TRACE, "1");
+        if let Some(module) = module {
+            command.env(PRELOAD, module);
+        }
+        match run(command) {
+            Ok(Ended::Exited { text, .. }) => {
+                let of_program = |what: &String| {
+                    module.is_some() && self.lacking.get(what).is_some_and(|files| files.contains(FLUX))
+                };
+                let missing: Vec<_> = missing(&text).into_iter().filter(|what| !of_program(what)).collect();
+                let (there, absent): (Vec<_>, Vec<_>) = missing
+                    .into_iter()
+                    .partition(|library| self.compiled_prefix.is_some() && is_within(self.environment, library));
+                if let Some(library) = there.first() {
+                    self.unsure = Some(format!("{library} is in the package set, but its loader does not find it yet"));
+                }
+                for library in absent {
+                    self.lacking.entry(library).or_default().insert(name.to_owned());
+                }
+            }
+            Ok(Ended::Inconclusive(how)) => self.unsure = Some(format!("{name} {how}")),
+            Err(error) if is_of_another_architecture(&error) => {
+                return Err(format!("{name} is built for another architecture; use a package set for this one"));
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return Err(format!(
+                    "the loader of {name} does not exist on this host; use a bundle or a channel for this host's C \
+                     library"
+                ));
+            }
+            Err(error) => self.unsure = Some(format!("{name} can't be started: {error}")),
+        }
+        Ok(())
+    }
+
+    /// Has the Python that Flux was built for import what rc1 needs, and notes what it lacks.
+    fn import_in_python(&mut self) {
+        let Some(Python { version, interpreter }) = python(self.environment) else { return };
+        // Until the compiled prefix leads here, what is below it belongs to another environment, or does not exist.
+        if self.compiled_prefix.is_some_and(|prefix| interpreter.starts_with(prefix)) {
+            return;
+        }
+        let modules = LIBRARIES.map(|lib| self.environment.join(lib).join("flux").join(format!("python{version}")));
+        let Some(modules) = modules.iter().find(|path| path.is_dir()) else { return };
+        let mut command = self.command(&interpreter);
+        command.args(["-I", "-B", "-c", IMPORTS]).arg(modules);
+        let by = || interpreter.display().to_string();
+        match run(command) {
+            Ok(Ended::Exited { text, .. }) => {
+                if let Some(why) = text.lines().find_map(|line| line.strip_prefix("fails ")) {
+                    let why: String = why.chars().take(WORDS).collect();
+                    self.unsure = Some(format!("{} can't import Flux's modules: {why}", by()));
+                }
+                let lacks = text.lines().filter_map(|line| line.strip_prefix("lacks "));
+                for name in lacks.filter(|name| is_module_of_others(name)) {
+                    self.lacking.entry(format!("Python's module {name}")).or_default().insert(by());
+                }
+            }
+            Ok(Ended::Inconclusive(how)) => self.unsure = Some(format!("{} {how}", by())),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                self.lacking.entry(by()).or_default().insert("Flux's commands".to_owned());
+            }
+            Err(error) => self.unsure = Some(format!("{} can't be started: {error}", by())),
+        }
+    }
+
+    /// Starts Flux, which ends at once.
+    fn start(&mut self, flux: &Path) -> Result<(), String> {
+        let mut command = self.command(flux);
+        command.arg("--version");
+        match run(command) {
+            Ok(Ended::Exited { code, text }) if code != 0 => {
+                let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
+                let last: String = last.trim().chars().take(WORDS).collect();
+                return Err(format!("`flux --version` ended with code {code}: {last}"));
+            }
+            Ok(Ended::Exited { .. }) => {}
+            Ok(Ended::Inconclusive(how)) => self.unsure = Some(format!("`flux --version` {how}")),
+            Err(error) => self.unsure = Some(format!("`flux --version` can't be started: {error}")),
+        }
+        Ok(())
+    }
+
+    fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.env_clear().env("PATH", "/usr/bin:/bin").env("LANG", "C.UTF-8");
+        if self.compiled_prefix.is_some() {
+            let [lib, lib64] = LIBRARIES.map(|name| self.environment.join(name));
+            command.env("LD_LIBRARY_PATH", format!("{}:{}", lib.display(), lib64.display()));
+        }
+        command
+    }
+}
+
+/// The Python of a Flux.
+#[derive(Debug, PartialEq, Eq)]
+struct Python {
+    /// Such as `3.11`.
+    version: String,
+    /// An absolute path on the host.
+    interpreter: PathBuf,
+}
+
+/// The Python that the Flux in `environment` was built for, as its wrapper script names it. None if there is no wrapper
+/// of the usual form, which ends with `exec INTERPRETER "$@"`.
+fn python(environment: &Path) -> Option<Python> {
+    let entries = fs::read_dir(environment.join(WRAPPERS)).ok()?.flatten();
+    let mut found = entries.filter_map(|entry| {
+        let version = entry.file_name().to_str()?.strip_prefix(WRAPPER)?.to_owned();
+        let is_version = version.starts_with(|first: char| first.is_ascii_digit());
+        let file = File::open(entry.path()).ok().filter(|_| is_version && entry.path().is_file())?;
+        let mut text = String::new();
+        file.take(MAX_WRAPPER).read_to_string(&mut text).ok()?;
+        let words = text.lines().rev().find_map(|line| line.trim().strip_prefix("exec "))?;
+        let interpreter = PathBuf::from(words.split_whitespace().next()?);
+        interpreter.is_absolute().then_some(Python { version, interpreter })
+    });
+    found.next()
+}
+
+/// True for a Python module's name that is not one of Flux's own. What is not a name came from elsewhere.
+fn is_module_of_others(name: &str) -> bool {
+    let own = ["flux", "_flux", "None"].contains(&name.split('.').next().unwrap_or_default());
+    !own && name.len() <= WORDS && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.')
+}
+
+/// How a tried program ended.
+enum Ended {
+    /// It exited. `text` is its stdout, then its stderr.
+    Exited { code: i32, text: String },
+    /// Nothing follows from its end, described here. A signal may come from a kernel without memory, or from a person.
+    Inconclusive(String),
+}
+
+fn run(mut command: Command) -> io::Result<Ended> {
+    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    let id = trial_id(
+        &["uid_map", "gid_map"].map(|map| fs::read_to_string(format!("/proc/self/{map}")).unwrap_or_default()),
+    );
+    let nobody_else = User {
+        name: id.to_string(),
+        uid: id,
+        gid: id,
+        home: PathBuf::from("/"),
+        shell: PathBuf::new(),
+        groups: Vec::new(),
+        known: false,
+    };
+    boundary::become_user(&mut command, &nobody_else);
+    let mut child = command.spawn()?;
+    let (stdout, stderr) = (Kept::of(child.stdout.take()), Kept::of(child.stderr.take()));
+    let status = wait_until(&mut child, Instant::now() + TIMEOUT)?;
+    let text = stdout.text() + &stderr.text();
+    let Some(status) = status else {
+        return Ok(Ended::Inconclusive(format!("did not end within {} s", TIMEOUT.as_secs())));
+    };
+    Ok(match status.signal() {
+        None => Ended::Exited { code: code(status), text },
+        // SIGILL comes from the processor: it lacks an instruction, and a broker would die in the same way.
+        Some(signal) if signal == Signal::SIGILL as i32 => {
+            Ended::Exited { code: code(status), text: "it is built for a newer processor (SIGILL)".to_owned() }
+        }
+        Some(signal) => Ended::Inconclusive(format!("was killed by signal {signal}")),
+    })
+}
+
+/// uid and gid of the trial: [`TRIAL_ID`], if the uid_map and gid_map of this user namespace include it
+/// (user_namespaces(7)).
+fn trial_id(maps: &[String; 2]) -> u32 {
+    let has_it = |map: &String| {
+        map.lines().any(|line| {
+            let numbers: Vec<u64> = line.split_whitespace().filter_map(|number| number.parse().ok()).collect();
+            matches!(numbers[..], [first, _, count] if (first..first.saturating_add(count)).contains(&TRIAL_ID.into()))
+        })
+    };
+    if maps.iter().all(has_it) { TRIAL_ID } else { NOBODY }
+}
+
+/// True for an ELF file. Scripts are not tried: they have no libraries, and running them could do anything.
+fn is_elf(path: &Path) -> bool {
+    let mut magic = [0; 4];
+    File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"\x7fELF"
+}
+
+/// The libraries and versions that the loader did not find, from its list: `libx.so.1 => not found`, and
+/// ``/lib/libc.so.6: version `GLIBC_2.38' not found (required by flux)``.
+fn missing(list: &str) -> BTreeSet<String> {
+    let of_line = |line: &str| {
+        if let Some(name) = line.trim().strip_suffix("=> not found") {
+            return Some(name.trim().to_owned());
+        }
+        let (before, after) = line.split_once("version `")?;
+        let (version, rest) = after.split_once('\'')?;
+        let library = Path::new(before.trim().trim_end_matches(':').rsplit(": ").next()?).file_name()?;
+        rest.starts_with(" not found").then(|| format!("{version} of {}", library.to_string_lossy()))
+    };
+    list.lines().filter_map(of_line).collect()
+}
+
+/// True if a file with this name is somewhere below `directory`.
+fn is_within(directory: &Path, name: &str) -> bool {
+    fs::read_dir(directory).into_iter().flatten().flatten().any(|entry| {
+        entry.file_name() == name || entry.file_type().is_ok_and(|kind| kind.is_dir()) && is_within(&entry.path(), name)
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::needs::{Need, flux_prefix, skips_without};
+
+    #[test]
+    fn libraries_that_the_loader_does_not_find_are_read_from_its_list() {
+        let list = "\tlinux-vdso.so.1 (0x7f)\n\tlibarchive.so.13 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n\
+                    bin/flux: /lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.99' not found (required by bin/flux)\n\
+                    \tlibarchive.so.13 => not found\n";
+        assert_eq!(Vec::from_iter(missing(list)), ["GLIBC_2.99 of libc.so.6", "libarchive.so.13"]);
+        assert!(missing("\tlibc.so.6 => /lib/libc.so.6 (0x7f)\n").is_empty());
+    }
+
+    /// The smallest program possible, with a single instruction that no processor has.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn a_program_for_a_newer_processor_is_refused() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let words = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+        let program = [
+            b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec(),
+            words(&[
+                0x40_0078,
+                64,
+                0,
+                0x38_0040_0000_0000,
+                1,
+                0x5_0000_0001,
+                0,
+                0x40_0000,
+                0x40_0000,
+                0x7a,
+                0x7a,
+                0x1000,
+            ]),
+            b"\x0f\x0b".to_vec(),
+        ]
+        .concat();
+        let environment = tempfile::tempdir().unwrap();
+        fs::set_permissions(environment.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        fs::create_dir(environment.path().join("bin")).unwrap();
+        let flux = environment.path().join("bin/flux");
+        fs::write(&flux, program).unwrap();
+        fs::set_permissions(&flux, fs::Permissions::from_mode(0o755)).unwrap();
+        let refusal = try_flux(environment.path(), "digest", None).unwrap_err();
+        assert!(refusal.message.contains("it is built for a newer processor"), "{refusal}");
+        assert!(!refusal.transient);
+    }
+
+    #[test]
+    fn the_trial_uses_its_own_id_if_the_user_namespace_has_it() {
+        let whole = "         0          0 4294967295\n";
+        for (maps, expected) in [
+            ([whole, whole], TRIAL_ID),
+            (["0 100000 65536\n", "0 100000 65536\n"], NOBODY),
+            ([whole, "0 0 1\n1 100000 65536\n"], NOBODY),
+            (["", ""], NOBODY),
+        ] {
+            assert_eq!(trial_id(&maps.map(str::to_owned)), expected, "{maps:?}");
+        }
+    }
+
+    /// A signal kills a truncated program, in the kernel or in the loader.
+    #[test]
+    fn a_program_that_a_signal_kills_is_not_reported_as_unable_to_run() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let environment = tempfile::tempdir().unwrap();
+        // The trial runs as another user than root, who must be able to read it.
+        fs::set_permissions(environment.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let flux = environment.path().join("bin/flux");
+        fs::create_dir(environment.path().join("bin")).unwrap();
+        fs::copy("/bin/sleep", &flux).unwrap();
+        File::options().write(true).open(&flux).unwrap().set_len(4096).unwrap();
+        let tried = try_flux(environment.path(), "digest", None).unwrap();
+        assert!(matches!(&tried, Tried::Unknown(why) if why.contains("bin/flux was killed by signal ")), "{tried:?}");
+    }
+
+    /// An environment whose Flux is a script, so that only its Python is tried. `interpreter` is that Python.
+    fn environment_with_python(interpreter: &Path) -> tempfile::TempDir {
+        let environment = tempfile::tempdir().unwrap();
+        for directory in ["", WRAPPERS, "lib/flux/python3.11"] {
+            let path = environment.path().join(directory);
+            fs::create_dir_all(&path).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let wrapper = format!("#!/bin/sh\nif test \"$1\"; then\n  exit\nfi\nexec {} \"$@\"\n", interpreter.display());
+        fs::write(environment.path().join(WRAPPERS).join("flux-python3.11"), wrapper).unwrap();
+        environment
+    }
+
+    fn script(directory: &Path, lines: &str) -> PathBuf {
+        let path = directory.join("python");
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o755)).unwrap();
+        fs::write(&path, format!("#!/bin/sh\n{lines}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    #[test]
+    fn all_that_python_lacks_is_named_at_once() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let python = script(directory.path(), "echo lacks yaml; echo lacks _cffi_backend; echo 'lacks a\u{1b}[m name'");
+        let environment = environment_with_python(&python);
+        let refusal = try_flux(environment.path(), "digest", None).unwrap_err().to_string();
+        for module in ["_cffi_backend", "yaml"] {
+            assert!(refusal.contains(&format!("Python's module {module} (for {})", python.display())), "{refusal}");
+        }
+        assert!(!refusal.contains("name"), "{refusal}");
+    }
+
+    #[test]
+    fn a_python_that_does_not_exist_is_named() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let environment = environment_with_python(Path::new("/nowhere/python3.11"));
+        let refusal = try_flux(environment.path(), "digest", None).unwrap_err().to_string();
+        assert!(refusal.contains("it lacks /nowhere/python3.11 (for Flux's commands)"), "{refusal}");
+        // It may be in the package set, and be there once the compiled prefix leads to this environment.
+        assert_eq!(try_flux(environment.path(), "digest", Some(Path::new("/nowhere"))).unwrap(), Tried::Runs);
+    }
+
+    /// Such as in a Flux whose modules have other names than today.
+    #[test]
+    fn a_module_of_flux_that_can_not_be_imported_is_no_reason_to_refuse() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let python =
+            script(directory.path(), "echo lacks flux.modprobe; echo \"fails No module named 'flux.modprobe'\"");
+        let tried = try_flux(environment_with_python(&python).path(), "digest", None).unwrap();
+        assert!(matches!(&tried, Tried::Unknown(why) if why.ends_with("No module named 'flux.modprobe'")), "{tried:?}");
+    }
+
+    #[test]
+    fn flux_is_tried_with_its_modules_and_its_python() {
+        if skips_without([Need::Root, Need::Flux]) {
+            return;
+        }
+        let flux = flux_prefix();
+        assert_eq!(try_flux(&flux, "digest", None).unwrap(), Tried::Runs);
+        // The same Flux, on a host whose Python has only what comes with Python.
+        let directory = tempfile::tempdir().unwrap();
+        let python = script(directory.path(), "exec /usr/bin/python3 -S \"$@\"");
+        let environment = environment_with_python(&python);
+        fs::remove_dir_all(environment.path().join("lib")).unwrap();
+        std::os::unix::fs::symlink(flux.join("lib"), environment.path().join("lib")).unwrap();
+        let version = super::python(&flux).unwrap().version;
+        fs::rename(
+            environment.path().join(WRAPPERS).join("flux-python3.11"),
+            environment.path().join(WRAPPERS).join(format!("flux-python{version}")),
+        )
+        .unwrap();
+        let refusal = try_flux(environment.path(), "digest", None).unwrap_err().to_string();
+        for module in ["_cffi_backend", "ply", "yaml"] {
+            assert!(refusal.contains(&format!("Python's module {module} ")), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn scripts_are_not_run() {
+        let environment = tempfile::tempdir().unwrap();
+        fs::create_dir(environment.path().join("bin")).unwrap();
+        fs::write(environment.path().join("bin/flux"), "#!/bin/sh\nexit 1\n").unwrap();
+        assert_eq!(try_flux(environment.path(), "digest", None).unwrap(), Tried::Runs);
+    }
+}
