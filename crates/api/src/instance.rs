@@ -147,7 +147,8 @@ pub struct Broker {
     #[schemars(regex(pattern = USER))]
     pub run_as: Option<String>,
     /// More tables for broker.toml, as TOML text. The tables `access`, `bootstrap`, `kvs`, `resource` and `tbon` are
-    /// refused, because flux-distribute writes them. Default: none.
+    /// refused, because flux-distribute writes them. A queue that `[queues.NAME]` makes is stopped, as Flux has it, until
+    /// somebody runs `flux queue start NAME`, once. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config: Option<String>,
     /// CPU weight of the brokers and their jobs against kubelet's pods (systemd.resource-control(5)). Default: 1000.

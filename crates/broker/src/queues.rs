@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use base64::{Engine, prelude::BASE64_STANDARD};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{
@@ -26,10 +26,11 @@ const CHECKPOINT_VERSION: u32 = 1;
 const SYNC: u32 = 4;
 
 /// A queue.
-#[derive(Deserialize, Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Serialize, Deserialize, Debug, Clone, Default, PartialEq, Eq)]
+#[serde(rename_all(serialize = "camelCase"))]
 pub struct Queue {
     /// Its name; None for the only queue of an instance without named ones.
-    #[serde(skip)]
+    #[serde(skip_deserializing)]
     pub name: Option<String>,
     /// True if it accepts jobs.
     pub enable: bool,

@@ -133,7 +133,14 @@ pub async fn status(arguments: StatusArguments) -> Result<ExitCode, EnterError> 
         Ok(host) => look(&host).await.ok(),
         Err(_) => None,
     };
-    let summary = Summary::of(&status, host.as_ref().and_then(host_roster).as_ref());
+    let queues = match &status.instance {
+        Some(_) => broker::queues::queues(&client).await.unwrap_or_default(),
+        // The lead does not answer, and it alone knows the queues.
+        None => Vec::new(),
+    };
+    let stopped: Vec<_> = queues.into_iter().filter(|queue| !queue.start).collect();
+    let roster = host.as_ref().and_then(host_roster);
+    let summary = Summary::of(&status, &stopped, roster.as_ref());
     let text = match arguments.output {
         OutputFormat::Text => summary.text(),
         OutputFormat::Json => {

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use api::{IdSet, Roster};
 use base::words::many;
-use broker::{resource_set::Amount, status::BrokerStatus};
+use broker::{queues::Queue, resource_set::Amount, status::BrokerStatus};
 use model::{broker_toml::spare_name, hostlist};
 
 /// A broker and its instance, for a person or a program.
@@ -15,16 +15,21 @@ use model::{broker_toml::spare_name, hostlist};
 pub struct Summary<'a> {
     #[serde(flatten)]
     broker: &'a BrokerStatus,
+    /// Name of the broker's node. A member that has joined since the start has the name of a spare in `hostlist` and
+    /// `brokerName`.
+    node: &'a str,
     /// Ranks without a member, and what they declare. Flux counts them as down.
     spares: Amount,
     /// Members that are not online. None: the lead does not answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     away: Option<IdSet>,
+    /// Queues whose pending jobs are not started.
+    stopped_queues: &'a [Queue],
 }
 
 impl<'a> Summary<'a> {
     /// `roster` is the host's copy, which may lack members that have joined since; every online rank counts as a member.
-    pub fn of(broker: &'a BrokerStatus, roster: Option<&Roster>) -> Self {
+    pub fn of(broker: &'a BrokerStatus, stopped_queues: &'a [Queue], roster: Option<&'a Roster>) -> Self {
         let names = hostlist::decode(&broker.hostlist);
         let is_spare = |rank: &u32| match roster {
             Some(roster) => roster.member(*rank).is_none(),
@@ -39,14 +44,16 @@ impl<'a> Summary<'a> {
             Some(instance) => Amount { ranks: spares.clone(), ..instance.declared_by(&spares) },
             None => Amount { ranks: spares, ..Amount::default() },
         };
-        Self { broker, spares, away }
+        let member = roster.and_then(|roster| roster.member(broker.rank));
+        let node = member.map_or(broker.broker_name.as_str(), |member| &member.node);
+        Self { broker, node, spares, away, stopped_queues }
     }
 
     /// For a person.
     pub fn text(&self) -> String {
-        let BrokerStatus { broker_name, rank, size, state, .. } = self.broker;
+        let BrokerStatus { rank, size, state, .. } = self.broker;
         let mut lines = vec![
-            ("broker", format!("{broker_name} (rank {rank} of {size}), state {state}")),
+            ("broker", format!("{} (rank {rank} of {size}), state {state}", self.node)),
             ("overlay", self.overlay().to_owned()),
         ];
         match &self.away {
@@ -78,6 +85,7 @@ impl<'a> Summary<'a> {
                 ("drained", format!("{ranks} {}: {}", drained.ranks, drained.reason))
             }));
         }
+        lines.extend(self.stopped_queues.iter().map(|queue| ("queue", stopped(queue))));
         lines.iter().fold(String::new(), |mut text, (what, words)| {
             let _ = writeln!(text, "{what:<8} {words}");
             text
@@ -100,6 +108,16 @@ impl<'a> Summary<'a> {
         let nobody_is_away = self.away.as_ref().map_or_else(are_spares, IdSet::is_empty);
         if overlay.status == "partial" && nobody_is_away { "full" } else { &overlay.status }
     }
+}
+
+/// Flux gives a named queue no reason until somebody starts it for the first time (flux-config-queues(5)).
+fn stopped(queue: &Queue) -> String {
+    let (name, start) = match &queue.name {
+        Some(name) => (format!("{name} is stopped"), format!("flux queue start {name}")),
+        None => ("stopped".to_owned(), "flux queue start".to_owned()),
+    };
+    let why = queue.stop_reason.as_deref().filter(|why| !why.is_empty());
+    format!("{name}{}; `{start}` starts it", why.map(|why| format!(": {why}")).unwrap_or_default())
 }
 
 fn common(a: &IdSet, b: &IdSet) -> IdSet {
@@ -155,7 +173,7 @@ mod tests {
             ("the lead is silent", "partial", None, Some(&two), ["full", "the lead does not answer", "2 ranks (2-3)"]),
         ] {
             let broker = broker(overlay, online);
-            let text = Summary::of(&broker, roster).text();
+            let text = Summary::of(&broker, &[], roster).text();
             let line = |what: &str| text.lines().find(|line| line.starts_with(what)).unwrap_or_default();
             for (name, words) in ["overlay", "members", "spares"].into_iter().zip(expected) {
                 assert!(line(name).contains(words), "{what}: {text}");
@@ -166,7 +184,31 @@ mod tests {
     #[test]
     fn an_instance_without_spares_says_nothing_of_them() {
         let all = roster(4, &[("node1", 2), ("node2", 2), ("node3", 2), ("node4", 2)]);
-        let text = Summary::of(&broker("full", Some("0-3")), Some(&all)).text();
+        let text = Summary::of(&broker("full", Some("0-3")), &[], Some(&all)).text();
         assert!(!text.contains("spare"), "{text}");
+    }
+
+    #[test]
+    fn a_member_has_its_own_name_even_if_the_lead_is_silent() {
+        let mut broker = broker("full", None);
+        (broker.rank, broker.broker_name) = (2, "flux-spare-2".to_owned());
+        let roster = roster(4, &[("node1", 2), ("node2", 2), ("node3", 2)]);
+        assert!(Summary::of(&broker, &[], Some(&roster)).text().starts_with("broker   node3 (rank 2 of 4)"));
+    }
+
+    #[test]
+    fn a_stopped_queue_is_named_with_the_command_that_starts_it() {
+        let queue = |name: Option<&str>, why: Option<&str>| Queue {
+            name: name.map(str::to_owned),
+            stop_reason: why.map(str::to_owned),
+            ..Queue::default()
+        };
+        for (queue, expected) in [
+            (queue(Some("batch"), None), "queue    batch is stopped; `flux queue start batch` starts it\n"),
+            (queue(None, Some("maintenance")), "queue    stopped: maintenance; `flux queue start` starts it\n"),
+        ] {
+            let text = Summary::of(&broker("full", Some("0-3")), &[queue], None).text();
+            assert!(text.ends_with(expected), "{text}");
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Nodes of different kinds on one machine: a node may show other hardware facts than the machine has. Only the facts
 //! are simulated; a job that is given a GPU finds none.
 
-use std::{fs, os::unix::fs::symlink, path::Path};
+use std::{fs, os::unix::fs::symlink, path::Path, thread};
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ use crate::error::{Context, LocalError};
 #[derive(clap::Args, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Kind {
     /// Show only this many cores [default: the machine's]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=32))]
+    #[arg(long, value_parser = cores)]
     pub(crate) cores: Option<u32>,
     /// Show this many GPUs
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=16))]
@@ -27,6 +27,25 @@ pub struct Kind {
     #[arg(long, hide = true)]
     #[serde(default)]
     pub(crate) registers_as: Option<String>,
+}
+
+/// A `--cores` that no node can show.
+#[derive(Debug, thiserror::Error)]
+#[error("a node shows 1 to {0} cores, since this machine has {1}")]
+struct NotCores(u32, u32);
+
+/// The most cores that a node can show, as the masks in its /sys are written as one word.
+const MAX_CORES: u32 = 32;
+
+fn cores(text: &str) -> Result<u32, NotCores> {
+    let machine = machine_cpus();
+    let most = machine.min(MAX_CORES);
+    text.parse().ok().filter(|cores| (1..=most).contains(cores)).ok_or(NotCores(most, machine))
+}
+
+/// Number of CPUs of this machine that this process may use.
+pub(crate) fn machine_cpus() -> u32 {
+    thread::available_parallelism().map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX))
 }
 
 /// A `--label` that is not one.
@@ -92,5 +111,19 @@ impl Kind {
             mounts::make_directory(directory)?;
         }
         fs::write(path, text).context(failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_shows_no_more_cores_than_the_machine_has() {
+        assert_eq!(cores("1").unwrap(), 1);
+        for text in ["0", "-1", "two", &(u64::from(machine_cpus()) + 1).to_string()] {
+            let refused = cores(text).unwrap_err().to_string();
+            assert!(refused.contains(&format!("this machine has {}", machine_cpus())), "{text}: {refused}");
+        }
     }
 }
