@@ -4,6 +4,9 @@
 use super::members::Members;
 use api::{FluxNodeSpec, Rank, Roster};
 
+/// The reason of a FluxNode without a Node.
+pub const NODE_IS_GONE: &str = "its Node is gone";
+
 /// The message about the member of `rank`; None if its Node exists or the rank has no member.
 pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String> {
     let member = roster.member(rank)?;
@@ -15,9 +18,9 @@ pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String>
          NODE`"
             .to_owned()
     } else if members.nodes.named(&member.node).is_some() {
-        "its Node is gone; a new Node has its name now".to_owned()
+        format!("{NODE_IS_GONE}; a new Node has its name now")
     } else {
-        "its Node is gone".to_owned()
+        format!("{NODE_IS_GONE}; spec.ranks.retain says how long its rank is kept for it")
     })
 }
 
@@ -75,7 +78,10 @@ mod tests {
     fn a_member_whose_node_is_gone_is_missed_once_the_lead_has_lost_its_broker() {
         for (offline, missed) in [(vec![], false), (vec![1], true)] {
             let (spec, _) = without("node2", |world| world.reports.get_mut("node1").unwrap().offline = offline);
-            assert_eq!((spec.lost_by_lead, spec.reason.as_deref()), (missed, Some("its Node is gone")));
+            assert_eq!(
+                (spec.lost_by_lead, spec.reason.as_deref()),
+                (missed, Some("its Node is gone; spec.ranks.retain says how long its rank is kept for it"))
+            );
         }
     }
 }

@@ -185,7 +185,7 @@ fn project_gone(seen: &Observed, planned: Option<&Planned>, present: &FluxNode) 
         revision: revision_for(roster, rank),
         want: if is_former_idle(members, rank) { Want::Leave } else { Want::Nothing },
         drain_reason: Some(HAS_LEFT.to_owned()),
-        reason: Some("its Node is gone".to_owned()),
+        reason: Some(gone::NODE_IS_GONE.to_owned()),
         ..FluxNodeSpec::default()
     })
 }

@@ -361,15 +361,17 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     Some(KeptDump { node: node.clone(), dump: dump.clone() })
 }
 
-/// One sentence on how many nodes are online, with the message of the offline member that matters most: a lead that the others don't reach,
-/// else the first that has failed, else the first.
+/// One sentence on how many nodes are online, with the message of the offline member that matters most: a lead that the
+/// others don't reach, else the first that has failed, else the first whose Node still exists, else the first.
 fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus) -> String {
     let Some(Planned { roster, members }) = planned else { return "no roster yet".to_owned() };
     let has_failed = |(_, member): &(_, &Member)| {
         seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed)
     };
     let is_unreachable = |rank| rank == 0 && members.is_lead_silent();
-    let first = offline(roster, members).min_by_key(|found| (!is_unreachable(found.0), !has_failed(found)));
+    let is_gone = |rank| gone::message(members, roster, rank).is_some();
+    let first =
+        offline(roster, members).min_by_key(|found| (!is_unreachable(found.0), !has_failed(found), is_gone(found.0)));
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
         let unreachable = match (is_unreachable(rank), members.is_ready(rank)) {
@@ -569,6 +571,18 @@ mod tests {
         report(&mut world, "node2", NodePhase::Waiting, "waiting for another node to hold the packages");
         report(&mut world, "node3", NodePhase::Failed, "404 Not Found");
         let message = "1 of 3 nodes online; node3 (rank 2, not started): 404 Not Found";
+        assert_eq!(status_of(&world).message.as_deref(), Some(message));
+    }
+
+    #[test]
+    fn a_node_that_is_gone_hides_no_other() {
+        let mut world = World::up(4);
+        world.nodes.retain(|view| view.name != "node2");
+        let report = world.reports.get_mut("node3").unwrap();
+        (report.phase, report.message, report.adopted) = (NodePhase::Starting, Some("syncing".to_owned()), None);
+        world.reports.get_mut("node1").unwrap().offline = vec![1];
+        world.settle();
+        let message = "2 of 4 nodes online; node3 (rank 2, not started): syncing";
         assert_eq!(status_of(&world).message.as_deref(), Some(message));
     }
 
