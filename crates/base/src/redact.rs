@@ -58,6 +58,32 @@ fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
     scheme != "file" && before == "t" && !segment.is_empty() && !(is_last && segment.contains('.'))
 }
 
+/// True if a segment of a URL's path is or holds a conda token for a server that decodes the path before it takes it
+/// apart, such as the segment of `/a%2Ft%2F<token>/`.
+fn holds_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
+    let (before, segment) = (decoded(before), decoded(segment));
+    let mut before = before.rsplit('/').next().unwrap_or_default();
+    let mut parts = segment.split('/').peekable();
+    while let Some(part) = parts.next() {
+        if is_token(scheme, before, part, is_last && parts.peek().is_none()) {
+            return true;
+        }
+        before = part;
+    }
+    false
+}
+
+/// Which segments of a URL's path must not be shown.
+fn hidden<'a>(scheme: &str, segments: &[&'a str]) -> Vec<(&'a str, bool)> {
+    let last = segments.len().saturating_sub(1);
+    // The first is the host, or empty, so a host named `t` does not make the next segment a token.
+    let is_here = |at: usize| {
+        at > 1 && holds_token(scheme, segments[at - 1], segments[at], at == last)
+            || at == 1 && holds_token(scheme, "", segments[at], at == last)
+    };
+    segments.iter().enumerate().map(|(at, segment)| (*segment, is_here(at))).collect()
+}
+
 /// Positions of conda tokens among the segments of a URL's path, which begins with a slash.
 pub fn token_positions(scheme: &str, path: &str) -> impl Iterator<Item = usize> {
     let segments: Vec<_> = path.split('/').collect();
@@ -156,11 +182,11 @@ pub fn shown(url: &str) -> String {
     let _ = url.set_username("");
     let _ = url.set_password(None);
     url.set_query(None);
-    let mut segments: Vec<_> = url.path().split('/').map(str::to_owned).collect();
-    for at in token_positions(url.scheme(), url.path()) {
-        "***".clone_into(&mut segments[at]);
-    }
-    url.set_path(&segments.join("/"));
+    let segments: Vec<_> = url.path().split('/').collect();
+    let shown =
+        hidden(url.scheme(), &segments).into_iter().map(|(segment, hidden)| if hidden { "***" } else { segment });
+    let path = shown.collect::<Vec<_>>().join("/");
+    url.set_path(&path);
     url.to_string()
 }
 
@@ -204,16 +230,14 @@ impl<'a> Pieces<'a> {
         (Self { scheme, user, place, query }, next)
     }
 
-    /// The path's segments with the host first, and whether each is a token.
-    fn segments(&self) -> impl Iterator<Item = (&'a str, bool)> {
-        // Index 0 is the host, so a host named `t` does not make the next segment a token.
-        let tokens: Vec<_> = token_positions(self.scheme, self.place).collect();
-        self.place.split('/').enumerate().map(move |(at, segment)| (segment, tokens.contains(&at)))
+    /// The path's segments with the host first, and whether each must not be shown.
+    fn segments(&self) -> Vec<(&'a str, bool)> {
+        hidden(self.scheme, &self.place.split('/').collect::<Vec<_>>())
     }
 
     fn has_credentials(&self) -> bool {
         self.user.is_some_and(|user| !user.is_empty())
-            || self.segments().any(|(_, is_token)| is_token)
+            || self.segments().iter().any(|(_, is_hidden)| *is_hidden)
             || self.query.is_some_and(is_secret_query)
     }
 
@@ -221,11 +245,11 @@ impl<'a> Pieces<'a> {
         if self.user.is_some() {
             safe.push_str("***@");
         }
-        for (number, (segment, is_token)) in self.segments().enumerate() {
+        for (number, (segment, is_hidden)) in self.segments().into_iter().enumerate() {
             if number > 0 {
                 safe.push('/');
             }
-            safe.push_str(if is_token { "***" } else { segment });
+            safe.push_str(if is_hidden { "***" } else { segment });
         }
         if self.query.is_some() {
             safe.push_str("?***");
@@ -258,6 +282,10 @@ mod tests {
             ),
             ("http://a,http://me:x@b/", "http://a,http://***@b/"),
             ("[http://h] http://t/tk", "[http://h] http://t/tk"),
+            // Some servers decode a path before they take it apart.
+            ("http://h/a%2Ft%2Ftk-1/x http://h/%74/tk-1/x", "http://h/***/x http://h/%74/***/x"),
+            ("http://h/t%252Ftk-1/x http://h/a%2ft/tk-1/x", "http://h/***/x http://h/a%2ft/***/x"),
+            ("http://h/a%20b/x%2Ft%2Fy.conda", "http://h/a%20b/x%2Ft%2Fy.conda"),
         ] {
             assert_eq!(redacted(line), safe);
         }
@@ -269,6 +297,7 @@ mod tests {
             ("- conda: https://h/c/x.conda\n- conda: https://me:s3cret@h/c/x.conda", Some("https://***@h/c/x.conda")),
             ("https://h/a/t/tk-1/c/linux-64/x.conda#0", Some("https://h/a/t/***/c/linux-64/x.conda#0")),
             ("https://h/t/tk-1", Some("https://h/t/***")),
+            ("https://h/a%2Ft%2Ftk-1/c", Some("https://h/***/c")),
             ("https://h/x?a=b&X-Amz-Signature=s3cret", Some("https://h/x?***")),
             ("https://h/x?private_token=s3cret", Some("https://h/x?***")),
             ("https://h/x?a=b&to%6ben=s3cret", Some("https://h/x?***")),
