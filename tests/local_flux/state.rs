@@ -92,6 +92,13 @@ fn a_lead_whose_disk_is_gone_is_recovered_on_another_node_with_its_pending_jobs(
     let dump = in_pod(&cluster, &lead, &["dump", "--out", "-"], None);
     assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
     eprintln!("measured: {:.2} s for a dump of {} bytes", begin.elapsed().as_secs_f64(), dump.stdout.len());
+    must(&cluster, &lead, &["dump", "--out", "/root/queue.dump"]);
+    assert_eq!(cluster.exec(&lead, &["stat", "-c", "%a %u", "/root/queue.dump"]), "600 0");
+    cluster.exec(&lead, &["sh", "-c", "mkdir /srv/users && chmod 777 /srv/users"]);
+    let open = in_pod(&cluster, &lead, &["dump", "--out", "/srv/users/queue.dump"], None);
+    let words = String::from_utf8_lossy(&open.stderr);
+    assert!(!open.status.success() && words.contains("can't write /srv/users/queue.dump"), "{words}");
+    assert_eq!(cluster.exec(&lead, &["ls", "/srv/users"]), "");
     let nowhere = in_pod(&cluster, &lead, &["dump", "--out", "/nonexist/x"], None);
     let words = String::from_utf8_lossy(&nowhere.stderr);
     assert_eq!(nowhere.status.code(), Some(1), "{words}");
