@@ -111,7 +111,7 @@ fn the_roles_are_bound_to_the_account_that_the_pods_run_as() {
         .map(|p| serde_norway::to_string(p).unwrap())
         .collect::<Vec<_>>();
     let user = format!("system:serviceaccount:{NAMESPACE}:{}", account.unwrap());
-    assert!(policies.len() == 9 && policies.iter().all(|policy| policy.contains(&user)));
+    assert!(policies.len() == 10 && policies.iter().all(|policy| policy.contains(&user)));
     let own = [SECRET_CURVE, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, LEASE_PLANNER, INSTANCE];
     for name in own.into_iter().chain([ANNOTATION_PROTECTS]).chain(PROTECTING) {
         assert!(policies.iter().any(|policy| policy.contains(&format!("'{name}'"))), "{name}");

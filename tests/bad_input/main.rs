@@ -14,6 +14,7 @@ mod cluster;
 mod command_line;
 mod deletes;
 mod host;
+mod managers;
 #[path = "../support/needs.rs"]
 mod needs;
 mod newer;

@@ -58,6 +58,17 @@ async fn create_pod(admin: &Client, namespace: &str, name: &str, scheduler: &str
     pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
 }
 
+/// A patch of Job `theirs` after which its parallelism has no manager.
+async fn without_a_field_of_another(jobs: &Api<Job>) -> Value {
+    let gitops = PatchParams::apply("gitops").force();
+    let applied = json!({"apiVersion": "batch/v1", "kind": "Job", "spec": {"parallelism": 1, "suspend": false}});
+    let job = jobs.patch("theirs", &gitops, &Patch::Apply(&applied)).await.unwrap();
+    let mut managers = serde_json::to_value(job).unwrap()["metadata"]["managedFields"].take();
+    let by_gitops = managers.as_array_mut().unwrap().iter_mut().find(|entry| entry["manager"] == "gitops").unwrap();
+    by_gitops["fieldsV1"]["f:spec"].as_object_mut().unwrap().remove("f:parallelism").unwrap();
+    json!({"metadata": {"managedFields": managers}})
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does() {
     let Some(case) = Case::with_api(1, "real").await else { return };
@@ -119,27 +130,11 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
         assert_eq!(refused(patch(&wrong).await, &wrong.to_string()).0, 403, "{wrong}");
     }
     let suspended = json!({"metadata": {"annotations": {"distribute.flux-framework.org/suspended": "Canceled"}}, "spec": {"suspend": true}});
+    assert_eq!(refused(patch(&without_a_field_of_another(&all_jobs).await).await, "a field less").0, 403);
     assert_eq!(patch(&suspended).await.unwrap().spec.unwrap().suspend, Some(true));
     assert_eq!(patch(&json!({"spec": {"suspend": null}})).await.unwrap().spec.unwrap().suspend, Some(false));
 
-    let statuses = async |namespace: &str, name: &str, client: &Client, value: Value| {
-        let pods = Api::<Pod>::namespaced(client.clone(), namespace);
-        pods.patch_status(name, &patch_params(), &Patch::Merge(value)).await
-    };
-    let told = json!({"status": {"message": "told"}});
-    for (namespace, name, value) in [
-        ("default", "another", told.clone()),
-        ("default", "waits", json!({"metadata": {"labels": {"app": "hijacked"}}})),
-        ("default", "waits", json!({"metadata": {"annotations": {"a": "b"}}})),
-        ("default", "waits", json!({"metadata": {"finalizers": ["example.org/mine"]}})),
-        (NAMESPACE, "elsewhere", told.clone()),
-    ] {
-        assert_eq!(refused(statuses(namespace, name, &token, value).await, name).0, 403, "{namespace}/{name}");
-    }
-    statuses("default", "waits", &token, told.clone()).await.unwrap();
-    // A pod of the agent's own name, in a namespace that has opted in, is another pod.
-    let of_pod = agent_on(&case, "agent-pod").await;
-    assert_eq!(refused(statuses("default", "agent-pod", &of_pod, told).await, "agent-pod").0, 403);
+    only_one_condition_is_written(&case, &token).await;
 
     let bind = async |namespace: &str, name: &str, metadata: Value| {
         let mut binding = json!({"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": {"kind": "Node", "name": "node1"}});
@@ -164,6 +159,34 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
     assert_eq!(bound.spec.unwrap().node_name.as_deref(), Some("node1"));
     assert_eq!(bound.metadata.labels.unwrap()["app"], "theirs");
     evictions_keep_the_grace_period(&token, bound.metadata.uid.unwrap()).await;
+}
+
+/// Of the pods that Flux schedules.
+async fn only_one_condition_is_written(case: &Case, token: &Client) {
+    let statuses = async |namespace: &str, name: &str, client: &Client, value: Value| {
+        let pods = Api::<Pod>::namespaced(client.clone(), namespace);
+        pods.patch_status(name, &patch_params(), &Patch::Merge(value)).await
+    };
+    let condition =
+        |kind: &str| json!({"status": {"conditions": [{"type": kind, "status": "False", "reason": "Queued"}]}});
+    let told = condition("PodScheduled");
+    for (namespace, name, value) in [
+        ("default", "another", told.clone()),
+        ("default", "waits", json!({"metadata": {"labels": {"app": "hijacked"}}})),
+        ("default", "waits", json!({"metadata": {"annotations": {"a": "b"}}})),
+        ("default", "waits", json!({"metadata": {"finalizers": ["example.org/mine"]}})),
+        (NAMESPACE, "elsewhere", told.clone()),
+        // A pod that has ended is evicted at once.
+        ("default", "waits", json!({"status": {"phase": "Failed"}})),
+        ("default", "waits", json!({"status": {"podIP": "10.0.0.1"}})),
+        ("default", "waits", condition("Ready")),
+    ] {
+        assert_eq!(refused(statuses(namespace, name, token, value).await, name).0, 403, "{namespace}/{name}");
+    }
+    statuses("default", "waits", token, told.clone()).await.unwrap();
+    // A pod of the agent's own name, in a namespace that has opted in, is another pod.
+    let of_pod = agent_on(case, "agent-pod").await;
+    assert_eq!(refused(statuses("default", "agent-pod", &of_pod, told).await, "agent-pod").0, 403);
 }
 
 /// Of pod `waits`, which has this uid.

@@ -31,7 +31,7 @@ use hostapi::{
     PreflightOrder, RemoveOrder, StateDir, StopOrder, look,
 };
 use locks::estimate_bytes;
-use model::{broker_toml, names::live_configuration, status::CERTIFICATE_IS_GONE, tree::topology};
+use model::{broker_toml, conditions::CERTIFICATE_IS_GONE, names::live_configuration, tree::topology};
 
 /// Seconds from SIGTERM to SIGKILL of a lead whose queue is not needed any more, or is kept while the pod ends. The pod's grace is
 /// 120 s; a lead that needs longer has its queue on disk as of its last checkpoint.

@@ -5,6 +5,7 @@
 
 pub mod agents;
 pub mod broker_toml;
+pub mod conditions;
 pub mod effect;
 pub mod eligibility;
 pub mod findings;

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use super::{
+    conditions::SHUT_DOWN_MESSAGE,
     eligibility::{NodeView, eligible},
     gone,
     members::{Members, NodeIndex, Planned},
     peers::{self, Fetcher},
     prefix,
     roster::{is_former_idle, is_overdue, may_stop},
-    status::SHUT_DOWN_MESSAGE,
 };
 use crate::{
     lead::LEAD_PATIENCE,

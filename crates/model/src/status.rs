@@ -1,16 +1,17 @@
 //! Computes the FluxInstance's status.
 
 use crate::{
-    observed::{Observed, candidates, is_shut_down, participant_count},
+    observed::{Observed, candidates, is_shut_down},
     obstacle::Obstacle,
 };
-use k8s_openapi::{
-    apimachinery::pkg::apis::meta::v1::{Condition, Time},
-    jiff::Timestamp,
-};
+use k8s_openapi::jiff::Timestamp;
 
 use super::{
-    findings::{Finding, NotApplied, Weight, line, not_applied},
+    conditions::{
+        CORES_LOST, SHUT_DOWN_MESSAGE, SHUT_DOWN_REASON, TAKEN_BACK, Value, WAITS, agents_missing, certificate_missing,
+        needs_user, restart_pending, scale_denied, set_condition, unapplied,
+    },
+    findings::{Finding, Weight, line},
     gone,
     members::{Members, Planned},
     roster::epoch::{Restart, restart},
@@ -20,25 +21,6 @@ use api::{
     CONDITION_SCALE_DENIED, FluxInstanceStatus, InstancePhase, KeptDump, Member, NodePhase, Roster, STAND_IN,
 };
 use base::words::many;
-
-/// Reason of Degraded if a job waits although enough cores are free.
-const CORES_LOST: &str = "CoresLost";
-/// Reason of RestartPending if the restart comes by itself.
-const WAITS: &str = "Waits";
-/// Reason of RestartPending if the planner went back to the previous epoch's settings.
-const TAKEN_BACK: &str = "TakenBack";
-/// Reason of RestartPending if a node can't install the packages until a user fixes something.
-const PACKAGES_UNAVAILABLE: &str = "PackagesUnavailable";
-/// Reason of Degraded if an administrator has shut the instance down.
-const SHUT_DOWN_REASON: &str = "ShutDown";
-/// Message of the FluxInstance and of the FluxNodes while the instance is shut down.
-pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
-                             `kubectl -n flux-distribute annotate fxi flux --overwrite \
-                             distribute.flux-framework.org/restart=\"$(date +%s)\"`";
-
-/// Message while the certificate's Secret is gone and brokers may still use the certificate that was in it.
-pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
-                                       member's agent that has the same certificate; if no host has it any more, put it back";
 
 /// Picks the obstacle to report: the first that a user has to fix, else the first of all.
 pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {
@@ -66,9 +48,6 @@ struct Standing {
     /// An administrator has shut the instance down.
     shut_down: bool,
 }
-
-/// A condition's value, reason and message.
-type ConditionValue = (bool, &'static str, String);
 
 /// Computes the next status; equal to the present one if nothing has changed.
 pub fn status(
@@ -105,13 +84,12 @@ pub fn status(
         Finding::new(Weight::PodsWait, words)
     }));
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
-    let if_true =
-        |weight, (is_true, _, message): &ConditionValue| is_true.then(|| Finding::new(weight, message.clone()));
+    let if_true = |weight, value: &Value| value.is_true.then(|| Finding::new(weight, value.message.clone()));
     findings.extend(if_true(Weight::NotApplied, &unapplied));
     findings.extend(if_true(Weight::ScaleDenied, &scale));
-    findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| needs_user(restart.1)));
+    findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| needs_user(restart.reason)));
     findings.extend(if_true(Weight::AgentsAway, &agentless));
-    let waits = Some(&restart.2).filter(|_| complete && restart.1 == WAITS);
+    let waits = Some(&restart.message).filter(|_| complete && restart.reason == WAITS);
     findings.extend(
         waits.map(|what| {
             Finding::new(Weight::RestartWaits, format!("{}; a restart is pending: {what}", online_of(&next)))
@@ -121,9 +99,11 @@ pub fn status(
     // Nobody may take an instance without Flux for a real one.
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
-    for (type_, (is_true, reason, text)) in [
-        ("Ready", (lead_online, if lead_online { "LeadOnline" } else { "LeadNotOnline" }, message.clone())),
-        ("Progressing", (!complete, if complete { "Complete" } else { "NodesToCome" }, message.clone())),
+    let ready = if lead_online { "LeadOnline" } else { "LeadNotOnline" };
+    let progressing = if complete { "Complete" } else { "NodesToCome" };
+    for (type_, Value { is_true, reason, message: text }) in [
+        ("Ready", Value { is_true: lead_online, reason: ready, message: message.clone() }),
+        ("Progressing", Value { is_true: !complete, reason: progressing, message: message.clone() }),
         ("Degraded", degraded(obstacle, cores_lost, standing, &message)),
         (CONDITION_CERTIFICATE_MISSING, certificate_missing(seen)),
         (CONDITION_SCALE_DENIED, scale),
@@ -171,29 +151,6 @@ fn progress(
 
 fn online_of(status: &FluxInstanceStatus) -> String {
     format!("{} of {} online", status.online, many(status.size, "node"))
-}
-
-fn unapplied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
-    let found = roster.map(|roster| not_applied(seen, roster)).unwrap_or_default();
-    let Some(NotApplied { reason, .. }) = found.first() else { return (false, "AsExpected", String::new()) };
-    let messages: Vec<_> = found.iter().map(|part| part.message.as_str()).collect();
-    (true, reason, messages.join("; "))
-}
-
-/// Condition AgentsMissing: without an agent, a member's FluxNode keeps its last report even if the broker's state
-/// changes.
-fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
-    let members = roster.into_iter().flat_map(Roster::members);
-    let mut missing = members.filter_map(|member| Some((&member.node, seen.agentless.get(&member.node)?)));
-    let Some((node, why)) = missing.next() else { return (false, "AsExpected", String::new()) };
-    let others = match count(missing) {
-        0 => String::new(),
-        more => format!(" (and {})", many(more, "other node")),
-    };
-    let message = format!(
-        "{node} has no agent{others}: {why}; its broker and jobs keep running, but no agent repairs or reports anything there"
-    );
-    (true, "AgentNotRunning", message)
 }
 
 /// The previous status with the numbers and names updated from the roster and the agents' reports.
@@ -256,92 +213,15 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
     ranks.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)))
 }
 
-fn degraded(
-    obstacle: Option<&Obstacle>,
-    cores_lost: Option<&str>,
-    standing: Standing,
-    message: &str,
-) -> ConditionValue {
-    match obstacle {
-        Some(Obstacle::Problem { reason, message }) => (true, reason, message.clone()),
-        _ if standing.shut_down => (true, SHUT_DOWN_REASON, SHUT_DOWN_MESSAGE.to_owned()),
-        _ if standing.established && !standing.lead_online => (true, "LeadNotOnline", message.to_owned()),
-        _ if cores_lost.is_some() => (true, CORES_LOST, cores_lost.unwrap_or_default().to_owned()),
-        _ => (false, "AsExpected", String::new()),
+/// Condition Degraded.
+fn degraded(obstacle: Option<&Obstacle>, cores_lost: Option<&str>, standing: Standing, message: &str) -> Value {
+    match (obstacle, cores_lost) {
+        (Some(Obstacle::Problem { reason, message }), _) => Value::yes(reason, message.as_str()),
+        _ if standing.shut_down => Value::yes(SHUT_DOWN_REASON, SHUT_DOWN_MESSAGE),
+        _ if standing.established && !standing.lead_online => Value::yes("LeadNotOnline", message),
+        (_, Some(lost)) => Value::yes(CORES_LOST, lost),
+        _ => Value::no("AsExpected"),
     }
-}
-
-fn certificate_missing(seen: &Observed) -> ConditionValue {
-    if seen.is_certificate_gone {
-        (true, "SecretGone", CERTIFICATE_IS_GONE.to_owned())
-    } else {
-        (false, "AsExpected", String::new())
-    }
-}
-
-fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
-    let fits = (false, "Fits", String::new());
-    let Some(roster) = roster else { return fits };
-    let max_size = roster.settings.max_size;
-    let (asked, are) = match (seen.spec.size, seen.spec.max_size) {
-        (Some(size), _) => (size, format!("size {size} is")),
-        // A user who sets only maxSize has asked for no more nodes than that.
-        (None, Some(_)) => return fits,
-        (None, None) => {
-            let count = u32::try_from(participant_count(seen, roster)).unwrap_or(u32::MAX);
-            (count, format!("{count} members and eligible nodes are"))
-        }
-    };
-    if asked <= max_size {
-        return fits;
-    }
-    let more = match seen.spec.max_size {
-        Some(next) => format!("maxSize {next} takes effect at the next coordinated restart"),
-        None => "to allow more, set spec.maxSize".to_owned(),
-    };
-    let message = format!(
-        "{are} more than maxSize {max_size} of the running epoch, so at most {max_size} nodes have a rank; {more}"
-    );
-    (true, "MoreThanMaxSize", message)
-}
-
-fn restart_pending(restart: Restart) -> ConditionValue {
-    match restart {
-        Restart::None => (false, "Same", String::new()),
-        Restart::Waits { difference, reason } => (true, WAITS, format!("{difference}; waits for {reason}")),
-        Restart::Blocked { difference, reason } => (true, PACKAGES_UNAVAILABLE, format!("{difference}; {reason}")),
-        Restart::Refused { difference, reason } => {
-            let message = format!(
-                "{difference}; the instance did not come up with this and went back to its previous settings ({reason}): change \
-                 the spec"
-            );
-            (true, TAKEN_BACK, message)
-        }
-        Restart::Now { difference, .. } => (true, "Begins", difference),
-    }
-}
-
-/// True if the restart that RestartPending explains by `reason` can't proceed until a user does something.
-fn needs_user(reason: &str) -> bool {
-    [PACKAGES_UNAVAILABLE, TAKEN_BACK].contains(&reason)
-}
-
-/// The conditions of `next` that deserve a warning Event: those that need a user's action and were not the same in
-/// `before`. Obstacles have Events of their own.
-pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) -> Vec<Condition> {
-    let needs_action = |condition: &&Condition| match condition.type_.as_str() {
-        CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
-        CONDITION_RESTART_PENDING => needs_user(&condition.reason),
-        "Degraded" => [CORES_LOST, SHUT_DOWN_REASON].contains(&condition.reason.as_str()),
-        _ => false,
-    };
-    let has_changed = |condition: &&Condition| {
-        before
-            .and_then(|before| before.holding(&condition.type_))
-            .is_none_or(|old| (&old.reason, &old.message) != (&condition.reason, &condition.message))
-    };
-    let holding = next.conditions.iter().filter(|condition| condition.status == "True");
-    holding.filter(needs_action).filter(has_changed).cloned().collect()
 }
 
 /// The status while the planner can't plan at all: the previous status with the reason as message and condition
@@ -403,40 +283,13 @@ fn count<T>(items: impl Iterator<Item = T>) -> u32 {
     u32::try_from(items.count()).unwrap_or(u32::MAX)
 }
 
-/// Sets one condition. Its transition time changes only with its value, as the Kubernetes API conventions demand.
-pub fn set_condition(
-    conditions: &mut Vec<Condition>,
-    type_: &str,
-    is_true: bool,
-    reason: &str,
-    message: &str,
-    generation: i64,
-    now: Timestamp,
-) {
-    let value = if is_true { "True" } else { "False" };
-    let mut next = Condition {
-        type_: type_.to_owned(),
-        status: value.to_owned(),
-        reason: reason.to_owned(),
-        message: message.to_owned(),
-        observed_generation: Some(generation),
-        last_transition_time: Time(now),
-    };
-    match conditions.iter_mut().find(|condition| condition.type_ == type_) {
-        Some(old) => {
-            if old.status == value {
-                next.last_transition_time = old.last_transition_time.clone();
-            }
-            *old = next;
-        }
-        None => conditions.push(next),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::roster::tests::World;
+    use crate::{
+        conditions::{PACKAGES_UNAVAILABLE, warnings},
+        roster::tests::World,
+    };
     use api::PodCounts;
 
     fn waiting(reason: &str) -> Obstacle {

@@ -18,6 +18,9 @@ mod environment;
 mod fetch;
 mod files;
 mod lock;
+#[cfg(test)]
+#[path = "../../../tests/support/needs.rs"]
+mod needs;
 mod progress;
 mod serve;
 mod unpack_error;

@@ -13,7 +13,7 @@ use api::{
     INSTANCE, InstancePhase, NAMESPACE, in_one_line,
 };
 use cluster::{ApiError, call, clock, patch_params};
-use model::{read::read_default, status::set_condition};
+use model::{conditions::set_condition, read::read_default};
 
 /// Creates the first FluxInstance from ConfigMap `flux-default`, once. The manifest can't hold the FluxInstance itself,
 /// because `kubectl apply` refuses an object whose CRD is new in the same file.

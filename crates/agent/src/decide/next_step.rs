@@ -16,7 +16,7 @@ use crate::{
 };
 use api::{BROKER_RUN_DIR, FluxNodeSpec, Roster, Want};
 use hostapi::RunningBroker;
-use model::{lead::is_lead_fixed, names::misnamed, status::SHUT_DOWN_MESSAGE};
+use model::{conditions::SHUT_DOWN_MESSAGE, lead::is_lead_fixed, names::misnamed};
 
 /// A broker that is cut off or hangs for this long is of no use any more if the lead has given it up: longer than any outage that
 /// the overlay itself survives (`tcp_user_timeout` is 2 minutes).

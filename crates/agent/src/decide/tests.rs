@@ -23,7 +23,7 @@ use crate::{
 use api::{Adopted, Closing, FetchFrom, FluxNode, FluxNodeSpec, FluxNodeStatus, Member, NodePhase, Roster, Want};
 use broker::status::{Drained, InstanceStatus};
 use hostapi::{EpochId, HostState, HostView, Preflight};
-use model::{fixture::roster, status::SHUT_DOWN_MESSAGE};
+use model::{conditions::SHUT_DOWN_MESSAGE, fixture::roster};
 
 struct World {
     instance: &'static str,

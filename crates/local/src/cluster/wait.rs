@@ -21,7 +21,7 @@ use super::{
 use crate::error::LocalError;
 use api::{FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, InstancePhase, NodePhase};
 use base::words::many;
-use model::status::SHUT_DOWN_MESSAGE;
+use model::conditions::SHUT_DOWN_MESSAGE;
 
 /// A node that has been `Failed` for this long won't recover by itself.
 const FAILED_LIMIT: Duration = Duration::from_mins(1);
@@ -161,7 +161,7 @@ pub(crate) fn for_local(message: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use model::status::set_condition;
+    use model::conditions::set_condition;
 
     #[test]
     fn waiting_ends_on_problems_that_will_not_go_away_by_themselves() {

@@ -20,10 +20,6 @@ pub(crate) mod room;
 pub(crate) mod transaction;
 pub(crate) mod verify;
 
-#[cfg(test)]
-#[path = "../../../../tests/support/needs.rs"]
-mod needs;
-
 use std::{
     fs, io,
     os::{fd::BorrowedFd, unix::fs::PermissionsExt},

@@ -292,7 +292,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::environment::needs::{Need, skips_without};
+    use crate::needs::{Need, skips_without};
 
     /// Nobody serves the file system of this user, so whoever asks it waits.
     #[test]

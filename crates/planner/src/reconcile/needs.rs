@@ -12,10 +12,10 @@ use base::error_chain;
 use cluster::{certificate, published};
 use locks::lock_urls;
 use model::{
+    conditions::CERTIFICATE_IS_GONE,
     observed::{Observed, is_certificate_in_use, is_certificate_of_another},
     obstacle::Obstacle,
     peers::is_on_every_host,
-    status::CERTIFICATE_IS_GONE,
 };
 
 /// The digest or fingerprint of what is published, if anything, and what is wrong with it, if anything.

@@ -8,10 +8,7 @@ use super::{ApiError, Caches, Planner, instance};
 use api::{FluxInstance, FluxInstanceStatus, INSTANCE, InstancePhase};
 use base::error_chain;
 use cluster::clock;
-use model::{
-    obstacle::Obstacle,
-    status::{stopped, warnings},
-};
+use model::{conditions::warnings, obstacle::Obstacle, status::stopped};
 
 impl Planner {
     /// Logs why planning failed. If a user has to fix it, also publishes an Event and writes it to the FluxInstance's

@@ -1,0 +1,184 @@
+//! The conditions of a FluxInstance.
+
+use k8s_openapi::{
+    apimachinery::pkg::apis::meta::v1::{Condition, Time},
+    jiff::Timestamp,
+};
+
+use super::{
+    findings::{NotApplied, not_applied},
+    observed::{Observed, participant_count},
+    roster::epoch::Restart,
+};
+use api::{
+    CONDITION_AGENTS_MISSING, CONDITION_NOT_APPLIED, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED,
+    FluxInstanceStatus, Roster,
+};
+use base::words::many;
+
+/// Reason of Degraded if a job waits although enough cores are free.
+pub(super) const CORES_LOST: &str = "CoresLost";
+/// Reason of RestartPending if the restart comes by itself.
+pub(super) const WAITS: &str = "Waits";
+/// Reason of RestartPending if the planner went back to the previous epoch's settings.
+pub(super) const TAKEN_BACK: &str = "TakenBack";
+/// Reason of RestartPending if a node can't install the packages until a user fixes something.
+pub(super) const PACKAGES_UNAVAILABLE: &str = "PackagesUnavailable";
+/// Reason of Degraded if an administrator has shut the instance down.
+pub(super) const SHUT_DOWN_REASON: &str = "ShutDown";
+
+/// Message of the FluxInstance and of the FluxNodes while the instance is shut down.
+pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
+                             `kubectl -n flux-distribute annotate fxi flux --overwrite \
+                             distribute.flux-framework.org/restart=\"$(date +%s)\"`";
+
+/// Message while the certificate's Secret is gone and brokers may still use the certificate that was in it.
+pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
+                                       member's agent that has the same certificate; if no host has it any more, put it back";
+
+/// What a condition says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Value {
+    /// True if its status is `True`, which is the normal case for Ready only.
+    pub is_true: bool,
+    /// CamelCase.
+    pub reason: &'static str,
+    /// One sentence with the remedy; empty if all is normal.
+    pub message: String,
+}
+
+impl Value {
+    pub fn yes(reason: &'static str, message: impl Into<String>) -> Self {
+        Self { is_true: true, reason, message: message.into() }
+    }
+
+    pub fn no(reason: &'static str) -> Self {
+        Self { is_true: false, reason, message: String::new() }
+    }
+}
+
+/// Condition NotApplied.
+pub(super) fn unapplied(seen: &Observed, roster: Option<&Roster>) -> Value {
+    let found = roster.map(|roster| not_applied(seen, roster)).unwrap_or_default();
+    let Some(NotApplied { reason, .. }) = found.first() else { return Value::no("AsExpected") };
+    let messages: Vec<_> = found.iter().map(|part| part.message.as_str()).collect();
+    Value::yes(reason, messages.join("; "))
+}
+
+/// Condition AgentsMissing: without an agent, a member's FluxNode keeps its last report even if the broker's state
+/// changes.
+pub(super) fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Value {
+    let members = roster.into_iter().flat_map(Roster::members);
+    let mut missing = members.filter_map(|member| Some((&member.node, seen.agentless.get(&member.node)?)));
+    let Some((node, why)) = missing.next() else { return Value::no("AsExpected") };
+    let others = match missing.count() {
+        0 => String::new(),
+        more => format!(" (and {})", many(more as u64, "other node")),
+    };
+    let message = format!(
+        "{node} has no agent{others}: {why}; its broker and jobs keep running, but no agent repairs or reports anything there"
+    );
+    Value::yes("AgentNotRunning", message)
+}
+
+/// Condition CertificateMissing.
+pub(super) fn certificate_missing(seen: &Observed) -> Value {
+    if seen.is_certificate_gone { Value::yes("SecretGone", CERTIFICATE_IS_GONE) } else { Value::no("AsExpected") }
+}
+
+/// Condition ScaleDenied.
+pub(super) fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> Value {
+    let fits = Value::no("Fits");
+    let Some(roster) = roster else { return fits };
+    let max_size = roster.settings.max_size;
+    let (asked, are) = match (seen.spec.size, seen.spec.max_size) {
+        (Some(size), _) => (size, format!("size {size} is")),
+        // A user who sets only maxSize has asked for no more nodes than that.
+        (None, Some(_)) => return fits,
+        (None, None) => {
+            let count = u32::try_from(participant_count(seen, roster)).unwrap_or(u32::MAX);
+            (count, format!("{count} members and eligible nodes are"))
+        }
+    };
+    if asked <= max_size {
+        return fits;
+    }
+    let more = match seen.spec.max_size {
+        Some(next) => format!("maxSize {next} takes effect at the next coordinated restart"),
+        None => "to allow more, set spec.maxSize".to_owned(),
+    };
+    let message = format!(
+        "{are} more than maxSize {max_size} of the running epoch, so at most {max_size} nodes have a rank; {more}"
+    );
+    Value::yes("MoreThanMaxSize", message)
+}
+
+/// Condition RestartPending.
+pub(super) fn restart_pending(restart: Restart) -> Value {
+    match restart {
+        Restart::None => Value::no("Same"),
+        Restart::Waits { difference, reason } => Value::yes(WAITS, format!("{difference}; waits for {reason}")),
+        Restart::Blocked { difference, reason } => Value::yes(PACKAGES_UNAVAILABLE, format!("{difference}; {reason}")),
+        Restart::Refused { difference, reason } => {
+            let message = format!(
+                "{difference}; the instance did not come up with this and went back to its previous settings ({reason}): change \
+                 the spec"
+            );
+            Value::yes(TAKEN_BACK, message)
+        }
+        Restart::Now { difference, .. } => Value::yes("Begins", difference),
+    }
+}
+
+/// True if the restart that RestartPending explains by `reason` can't proceed until a user does something.
+pub(super) fn needs_user(reason: &str) -> bool {
+    [PACKAGES_UNAVAILABLE, TAKEN_BACK].contains(&reason)
+}
+
+/// The conditions of `next` that deserve a warning Event: those that need a user's action and were not the same in
+/// `before`. Obstacles have Events of their own.
+pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) -> Vec<Condition> {
+    let needs_action = |condition: &&Condition| match condition.type_.as_str() {
+        CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
+        CONDITION_RESTART_PENDING => needs_user(&condition.reason),
+        "Degraded" => [CORES_LOST, SHUT_DOWN_REASON].contains(&condition.reason.as_str()),
+        _ => false,
+    };
+    let has_changed = |condition: &&Condition| {
+        before
+            .and_then(|before| before.holding(&condition.type_))
+            .is_none_or(|old| (&old.reason, &old.message) != (&condition.reason, &condition.message))
+    };
+    let holding = next.conditions.iter().filter(|condition| condition.status == "True");
+    holding.filter(needs_action).filter(has_changed).cloned().collect()
+}
+
+/// Sets one condition. Its transition time changes only with its value, as the Kubernetes API conventions demand.
+pub fn set_condition(
+    conditions: &mut Vec<Condition>,
+    type_: &str,
+    is_true: bool,
+    reason: &str,
+    message: &str,
+    generation: i64,
+    now: Timestamp,
+) {
+    let value = if is_true { "True" } else { "False" };
+    let mut next = Condition {
+        type_: type_.to_owned(),
+        status: value.to_owned(),
+        reason: reason.to_owned(),
+        message: message.to_owned(),
+        observed_generation: Some(generation),
+        last_transition_time: Time(now),
+    };
+    match conditions.iter_mut().find(|condition| condition.type_ == type_) {
+        Some(old) => {
+            if old.status == value {
+                next.last_transition_time = old.last_transition_time.clone();
+            }
+            *old = next;
+        }
+        None => conditions.push(next),
+    }
+}

@@ -1,0 +1,151 @@
+//! What an agent's token in the wrong hands can write about who manages which fields of an object, by a real API server.
+
+use api::{ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONFIGMAP_DEFAULT, LEASE_PLANNER, NAMESPACE};
+use cluster::patch_params;
+use k8s_openapi::api::{
+    coordination::v1::Lease,
+    core::v1::{ConfigMap, Node},
+};
+use kube::{
+    Api, ResourceExt,
+    api::{Patch, PatchParams, PostParams},
+};
+use model::eligibility::PROTECTING;
+use serde_json::{Value, json};
+
+use super::{
+    cluster::{Case, until_true},
+    rights::{agent, refused},
+};
+
+/// Says of `manager` that it has applied `fields`.
+fn applied(manager: &str, version: &str, fields: &Value) -> Value {
+    json!({
+        "manager": manager, "operation": "Apply", "apiVersion": version, "fieldsType": "FieldsV1", "fieldsV1": fields,
+        "time": "2026-01-01T00:00:00Z",
+    })
+}
+
+fn forbidden<T: std::fmt::Debug>(answer: Result<T, kube::Error>, what: &str) {
+    let (code, words) = refused(answer, what);
+    assert!(code == 403 && words.contains("an agent "), "{what}: {words}");
+}
+
+/// As it stands, for a patch of it.
+fn managers(object: &impl ResourceExt) -> Vec<Value> {
+    object.managed_fields().iter().map(|entry| serde_json::to_value(entry).unwrap()).collect()
+}
+
+/// What was admitted before is taken back.
+async fn until_the_policy_holds(case: &Case) {
+    let (all, own) = (Api::<Node>::all(case.client.clone()), Api::<Node>::all(agent(case).await));
+    until_true("the policy to hold", async || {
+        let taints = applied("a", "v1", &json!({"f:spec": {"f:taints": {}}}));
+        let forged = [managers(&all.get("node1").await.unwrap()), vec![taints]].concat();
+        let forged = Patch::Merge(json!({"metadata": {"managedFields": forged}}));
+        let is_refused = own.patch("node1", &patch_params(), &forged).await.is_err();
+        let nothing = Patch::Apply(json!({"apiVersion": "v1", "kind": "Node"}));
+        all.patch("node1", &PatchParams::apply("a").force(), &nothing).await.unwrap();
+        is_refused
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_makes_no_object_too_slow_to_be_written() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let client = agent(&case).await;
+    let many = |version: &str, fields: Value| {
+        (0..600).map(|number| applied(&format!("m{number}"), version, &fields)).collect::<Vec<_>>()
+    };
+
+    let nodes = Api::<Node>::all(client.clone());
+    let mark = json!({"metadata": {"annotations": {ANNOTATION_PROTECTS: "x"}}});
+    nodes.patch("node1", &patch_params(), &Patch::Merge(&mark)).await.unwrap();
+    let ours = json!({"f:metadata": {"f:annotations": {format!("f:{ANNOTATION_PROTECTS}"): {}}}});
+    let forged = json!({"metadata": {"managedFields": many("v1", ours)}});
+    until_the_policy_holds(&case).await;
+    forbidden(nodes.patch("node1", &patch_params(), &Patch::Merge(&forged)).await, "a Node");
+
+    let maps = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
+    let forged = json!({"metadata": {"managedFields": many("v1", json!({"f:data": {"f:spec.yaml": {}}}))}});
+    forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(&forged)).await, "flux-default");
+
+    // The planner renews its Lease meanwhile.
+    let leases = Api::<Lease>::namespaced(client, NAMESPACE);
+    let forged = many("coordination.k8s.io/v1", json!({"f:spec": {"f:holderIdentity": {}}}));
+    until_true("a change of the Lease that is not overtaken", async || {
+        let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
+        lease.metadata.managed_fields = serde_json::from_value(json!(forged)).unwrap();
+        match leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await {
+            Err(kube::Error::Api(status)) if status.code == 409 => false,
+            answer => {
+                forbidden(answer, "the Lease");
+                true
+            }
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_takes_no_field_from_its_manager_and_gives_none() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let all = Api::<Node>::all(case.client.clone());
+    let own = Api::<Node>::all(agent(&case).await);
+    let [first, second] = PROTECTING;
+    let by_gitops = json!({
+        "apiVersion": "v1", "kind": "Node",
+        "metadata": {"labels": {"example.org/pool": "a"}, "annotations": {first: "false", "example.org/theirs": "1"}},
+        "spec": {"taints": [{"key": "example.org/pool", "effect": "PreferNoSchedule"}]},
+    });
+    all.patch("node1", &PatchParams::apply("gitops").force(), &Patch::Apply(&by_gitops)).await.unwrap();
+    let is_gitops = |entry: &&mut Value| entry["manager"] == "gitops";
+    let patch = async |value: Value| own.patch("node1", &patch_params(), &Patch::Merge(value)).await;
+    until_the_policy_holds(&case).await;
+    type Change = fn(&mut Value);
+    let fields: [(&str, Change); 5] = [
+        ("a field less", |entry| entry["fieldsV1"]["f:spec"].as_object_mut().unwrap().clear()),
+        ("a part less", |entry| drop(entry["fieldsV1"].as_object_mut().unwrap().remove("f:spec"))),
+        ("an annotation less", |entry| {
+            let annotations = entry["fieldsV1"]["f:metadata"]["f:annotations"].as_object_mut().unwrap();
+            annotations.remove("f:example.org/theirs").unwrap();
+        }),
+        ("a field more", |entry| entry["fieldsV1"]["f:spec"]["f:unschedulable"] = json!({})),
+        ("another manager", |entry| entry["manager"] = json!("kustomize")),
+    ];
+    for (what, change) in fields {
+        let mut forged = managers(&all.get("node1").await.unwrap());
+        change(forged.iter_mut().find(is_gitops).unwrap());
+        forbidden(patch(json!({"metadata": {"managedFields": forged}})).await, what);
+    }
+    let mut without = managers(&all.get("node1").await.unwrap());
+    without.retain(|entry| entry["manager"] != "gitops");
+    forbidden(patch(json!({"metadata": {"managedFields": without}})).await, "an entry less");
+
+    // What we do write takes our annotation from whoever has it, also beside more managers than the API server keeps apart.
+    let marks = json!({"metadata": {"annotations": {first: "true", second: "true", ANNOTATION_PROTECTS: "both"}}});
+    let marked = patch(marks).await.unwrap();
+    assert_eq!(marked.annotations()[first], "true");
+    let unmarked = json!({"metadata": {"annotations": {first: null, second: null, ANNOTATION_PROTECTS: null}}});
+    patch(unmarked).await.unwrap();
+    for number in 0..12 {
+        let manager = PatchParams { field_manager: Some(format!("tool{number}")), ..PatchParams::default() };
+        let label = json!({"metadata": {"labels": {format!("example.org/{number}"): "x"}}});
+        all.patch("node1", &manager, &Patch::Merge(label)).await.unwrap();
+        patch(json!({"metadata": {"annotations": {first: number.to_string()}}})).await.unwrap();
+    }
+    patch(json!({"metadata": {"annotations": {first: null}}})).await.unwrap();
+
+    // Also where somebody has applied the file with the first spec.
+    let map = json!({"apiVersion": "v1", "kind": "ConfigMap", "data": {"spec.yaml": ""}, "metadata": {"annotations": {ANNOTATION_CONSUMED: "a"}}});
+    let theirs = Api::<ConfigMap>::namespaced(case.client.clone(), NAMESPACE);
+    theirs.patch(CONFIGMAP_DEFAULT, &PatchParams::apply("gitops").force(), &Patch::Apply(&map)).await.unwrap();
+    let maps = Api::<ConfigMap>::namespaced(agent(&case).await, NAMESPACE);
+    let mut forged = managers(&theirs.get(CONFIGMAP_DEFAULT).await.unwrap());
+    forged.iter_mut().find(is_gitops).unwrap()["fieldsV1"].as_object_mut().unwrap().remove("f:data");
+    let forged = json!({"metadata": {"managedFields": forged}});
+    forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(forged)).await, "flux-default");
+    let mark = json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: "b"}}});
+    maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(mark)).await.unwrap();
+}
