@@ -16,9 +16,9 @@ use broker::{
     job_id::JobId,
     jobs::{DEFAULT_URGENCY, MAX_URGENCY, SubmitError, cancel, finish, submit},
     journal::JobEvents,
-    queues::{self, QueueError, STOPPED_BY_RESTART},
+    queues::{self, QueueError, STOPPED_BY_RESTART, StoppedByRestart, keep_note, queues},
     rfc3::Client,
-    status::instance,
+    status::{attribute, instance},
 };
 use pods::{
     constraint::Constraint,
@@ -258,6 +258,20 @@ async fn killed_and_started(flux: &Path, base: &Path, lead: RealBroker, client: 
     started(flux, base).await
 }
 
+/// The lead ends in order, and starts again.
+async fn shut_down_and_started(flux: &Path, base: &Path, lead: RealBroker, client: Client) -> (RealBroker, Client) {
+    run(flux, &lead, &["shutdown", "--background"]);
+    soon(client.closed()).await;
+    let mut lead = lead;
+    soon(async {
+        while lead.child.try_wait().unwrap().is_none() {
+            sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+    started(flux, base).await
+}
+
 #[tokio::test]
 async fn after_a_crash_the_backlog_has_both_jobs_and_the_queue_waits() {
     let Some(flux) = flux() else { return };
@@ -291,6 +305,42 @@ async fn after_a_crash_the_backlog_has_both_jobs_and_the_queue_waits() {
     let alloc = journal.until(pending, "alloc").await;
     assert!(time_of(&alloc, "alloc") >= opened, "it did not wait");
     assert!(queues::queue(&client, None).await.unwrap().start);
+}
+
+#[tokio::test]
+async fn a_queue_that_a_restart_stopped_is_known_again_after_the_next_restart() {
+    let Some(flux) = flux() else { return };
+    let base = tempfile::tempdir().unwrap();
+    let (lead, client) = lead_with(&flux, base.path(), "[job-manager]\nstop-queues-on-restart = true\n").await;
+    assert!(queues::ensure_recorded(&client).await.unwrap());
+    // What the bridge does at each look.
+    let look = async |client: &Client, noted: &mut Option<StoppedByRestart>| {
+        let (life, mut all) = (attribute(client, "broker.starttime").await.unwrap(), queues(client).await.unwrap());
+        keep_note(client, &life, &mut all, noted).await.unwrap();
+        let [queue] = &all[..] else { panic!("{all:?}") };
+        assert_eq!(queue, &queues::queue(client, None).await.unwrap(), "Flux has it so");
+        (queue.start, queue.stop_reason.clone())
+    };
+    let by_restart = (false, Some(STOPPED_BY_RESTART.to_owned()));
+    let (lead, client) = killed_and_started(&flux, base.path(), lead, client).await;
+    assert_eq!(look(&client, &mut None).await, by_restart);
+    // The epoch ends before the bridge has started the queue.
+    let (lead, client) = shut_down_and_started(&flux, base.path(), lead, client).await;
+    let forgotten = queues::queue(&client, None).await.unwrap();
+    assert_eq!((forgotten.start, forgotten.stop_reason), (false, None), "then `keep_note` is not needed any more");
+    let mut noted = None;
+    assert_eq!(look(&client, &mut noted).await, by_restart);
+    assert_eq!(queues::start(&client, &[STOPPED_BY_RESTART]).await.unwrap().len(), 1);
+    assert_eq!(look(&client, &mut noted).await, (true, None));
+    // The record says so as well.
+    let (lead, client) = killed_and_started(&flux, base.path(), lead, client).await;
+    assert_eq!(look(&client, &mut None).await, by_restart);
+    assert_eq!(queues::start(&client, &[STOPPED_BY_RESTART]).await.unwrap().len(), 1);
+    assert_eq!(look(&client, &mut None).await, (true, None));
+    // What an administrator has stopped stays stopped.
+    run(&flux, &lead, &["queue", "stop"]);
+    let (_lead, client) = shut_down_and_started(&flux, base.path(), lead, client).await;
+    assert_eq!(look(&client, &mut None).await, (false, None));
 }
 
 #[tokio::test]

@@ -109,7 +109,7 @@ async fn a_missing_library_is_named_before_any_broker_starts_and_a_fixed_bundle_
     case.create(packages(&server, "lacking.tar.gz", &lacking)).await;
     for node in ["node1", "node2"] {
         let message = case.node_says(node, NodePhase::Failed, LACKING).await;
-        assert!(message.contains("install them on the hosts, or use a bundle"), "{message}");
+        assert!(message.contains("install what is missing on the hosts, or use a bundle"), "{message}");
         let log = case.on_node(node, "/opt/flux-distribute/log/broker.log");
         assert!(!log.exists(), "a broker was started");
     }

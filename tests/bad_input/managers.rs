@@ -28,15 +28,15 @@ fn applied(manager: &str, version: &str, fields: &Value) -> Value {
 
 fn forbidden<T: std::fmt::Debug>(answer: Result<T, kube::Error>, what: &str) {
     let (code, words) = refused(answer, what);
-    assert!(code == 403 && words.contains("an agent "), "{what}: {words}");
+    assert!(code == 403 && words.contains("'flux-distribute-managers'"), "{what}: {words}");
 }
 
-/// As it stands, for a patch of it.
+/// The managedFields of `object`, to change and write back.
 fn managers(object: &impl ResourceExt) -> Vec<Value> {
     object.managed_fields().iter().map(|entry| serde_json::to_value(entry).unwrap()).collect()
 }
 
-/// What was admitted before is taken back.
+/// Waits for the policy, and undoes what the API server admitted before it.
 async fn until_the_policy_holds(case: &Case) {
     let (all, own) = (Api::<Node>::all(case.client.clone()), Api::<Node>::all(agent(case).await));
     until_true("the policy to hold", async || {
@@ -104,7 +104,7 @@ async fn an_agents_token_takes_no_field_from_its_manager_and_gives_none() {
     let patch = async |value: Value| own.patch("node1", &patch_params(), &Patch::Merge(value)).await;
     until_the_policy_holds(&case).await;
     type Change = fn(&mut Value);
-    let fields: [(&str, Change); 5] = [
+    let fields: [(&str, Change); 7] = [
         ("a field less", |entry| entry["fieldsV1"]["f:spec"].as_object_mut().unwrap().clear()),
         ("a part less", |entry| drop(entry["fieldsV1"].as_object_mut().unwrap().remove("f:spec"))),
         ("an annotation less", |entry| {
@@ -113,6 +113,8 @@ async fn an_agents_token_takes_no_field_from_its_manager_and_gives_none() {
         }),
         ("a field more", |entry| entry["fieldsV1"]["f:spec"]["f:unschedulable"] = json!({})),
         ("another manager", |entry| entry["manager"] = json!("kustomize")),
+        ("another operation", |entry| entry["operation"] = json!("Update")),
+        ("another subresource", |entry| entry["subresource"] = json!("status")),
     ];
     for (what, change) in fields {
         let mut forged = managers(&all.get("node1").await.unwrap());
@@ -122,6 +124,15 @@ async fn an_agents_token_takes_no_field_from_its_manager_and_gives_none() {
     let mut without = managers(&all.get("node1").await.unwrap());
     without.retain(|entry| entry["manager"] != "gitops");
     forbidden(patch(json!({"metadata": {"managedFields": without}})).await, "an entry less");
+
+    let of_ours = json!({"f:metadata": {"f:annotations": {format!("f:{first}"): {}}}});
+    for (manager, subresource) in [("m1", Value::Null), ("flux-distribute", json!("scale"))] {
+        let mut more = managers(&all.get("node1").await.unwrap());
+        let mut entry = applied(manager, "v1", &of_ours);
+        (entry["operation"], entry["subresource"]) = (json!("Update"), subresource);
+        more.push(entry);
+        forbidden(patch(json!({"metadata": {"managedFields": more}})).await, "one of many updates");
+    }
 
     // What we do write takes our annotation from whoever has it, also beside more managers than the API server keeps apart.
     let marks = json!({"metadata": {"annotations": {first: "true", second: "true", ANNOTATION_PROTECTS: "both"}}});

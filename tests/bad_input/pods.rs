@@ -161,7 +161,7 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
     evictions_keep_the_grace_period(&token, bound.metadata.uid.unwrap()).await;
 }
 
-/// Of the pods that Flux schedules.
+/// An agent's token writes only condition PodScheduled of a pod, and only if Flux schedules that pod.
 async fn only_one_condition_is_written(case: &Case, token: &Client) {
     let statuses = async |namespace: &str, name: &str, client: &Client, value: Value| {
         let pods = Api::<Pod>::namespaced(client.clone(), namespace);
@@ -180,6 +180,7 @@ async fn only_one_condition_is_written(case: &Case, token: &Client) {
         ("default", "waits", json!({"status": {"phase": "Failed"}})),
         ("default", "waits", json!({"status": {"podIP": "10.0.0.1"}})),
         ("default", "waits", condition("Ready")),
+        ("default", "waits", condition("distribute.flux-framework.org/ready")),
     ] {
         assert_eq!(refused(statuses(namespace, name, token, value).await, name).0, 403, "{namespace}/{name}");
     }

@@ -34,7 +34,7 @@ use std::{
 };
 
 use hyper::Response;
-use kube::{Client, Config, client::ClientBuilder};
+use kube::{Client, Config};
 
 use api::{DAEMONSET, HEALTH_PORT};
 use cluster::clock;
@@ -131,12 +131,7 @@ async fn client() -> Result<Client, AgentError> {
     // A watch has a time limit of its own. Other calls have none, and would wait for ever for an API server that loses its power
     // before it answers.
     (config.read_timeout, config.reset_reader_on_write) = (Some(LONGEST_ANSWER), true);
-    let listen = tower::util::MapResponseLayer::new(|answer: Response<_>| {
-        clock::heard(answer.headers());
-        answer
-    });
-    let client = ClientBuilder::try_from(config).map_err(|error| AgentError::Client(Box::new(error)))?;
-    Ok(client.with_layer(&listen).build())
+    cluster::client(config).map_err(|error| AgentError::Client(Box::new(error)))
 }
 
 /// Prints a line of a command. A closed stdout does not end what the command began.

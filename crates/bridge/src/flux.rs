@@ -3,11 +3,12 @@
 use std::{pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt};
-use tracing::info;
+use tracing::{info, warn};
 
+use base::error_chain;
 use broker::{
     journal::{JournalItem, journal},
-    queues::{self, QueueError},
+    queues::{self, QueueError, StoppedByRestart, keep_note},
     rfc3::{Client, RpcError},
     status::{attribute, state},
 };
@@ -31,6 +32,10 @@ pub(crate) struct Flux {
     /// Names this life of the broker, as no other broker is named.
     pub(crate) name: String,
     in_run_since: Option<Millis>,
+    /// Which queues a restart has stopped, as it is noted in the KVS.
+    noted: Option<StoppedByRestart>,
+    /// The broker's attribute `broker.starttime`.
+    started: String,
 }
 
 impl Flux {
@@ -43,7 +48,16 @@ impl Flux {
         let journal = Box::pin(journal(&client, &EVENTS)?);
         let name = format!("{instance_id} {started}");
         let jobs = Jobs::of(client.uid());
-        Ok(Self { client: Arc::new(client), journal, jobs, is_whole: false, name, in_run_since: None })
+        Ok(Self {
+            client: Arc::new(client),
+            journal,
+            jobs,
+            is_whole: false,
+            name,
+            in_run_since: None,
+            noted: None,
+            started,
+        })
     }
 
     /// Takes in the next item of the journal.
@@ -67,7 +81,10 @@ impl Flux {
     pub(crate) async fn broker(&mut self, recovered: Option<&str>, now: Millis) -> Result<world::Broker, RpcError> {
         let is_in_run = state(&self.client).await?.state == "run";
         self.in_run_since = is_in_run.then(|| self.in_run_since.unwrap_or(now));
-        let all = if is_in_run { queues::queues(&self.client).await? } else { Vec::new() };
+        let mut all = if is_in_run { queues::queues(&self.client).await? } else { Vec::new() };
+        if is_in_run && let Err(error) = keep_note(&self.client, &self.started, &mut all, &mut self.noted).await {
+            warn!(error = error_chain(&error), "can't note which queues a restart has stopped");
+        }
         let queues = if is_in_run { Queues::of(&all) } else { Queues::Offline };
         let accepts_jobs = all.iter().any(|queue| queue.enable);
         let is_recovered = recovered == Some(self.name.as_str());

@@ -10,10 +10,10 @@ use crate::flux::start_queues;
 use base::error_chain;
 use broker::{
     jobs::{JobStates, ListedJob, cancel, job_events, listed_jobs},
-    queues::{QueueError, is_scheduler_offline},
+    queues::{QueueError, is_scheduler_offline, keep_note, queues},
     resource_set::ResourceSet,
     rfc3::{Client, RpcError},
-    status::{InstanceStatus, instance},
+    status::{InstanceStatus, attribute, instance},
 };
 use pods::{
     jobs::{Jobs, NOTE},
@@ -125,7 +125,10 @@ pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueE
     }
     // Not before: a job that is pending would get its cores, only to lose them.
     if starts_queues {
+        let (life, mut noted) = (attribute(client, "broker.starttime").await?, None);
+        keep_note(client, &life, &mut queues(client).await?, &mut noted).await?;
         start_queues(client).await?;
+        keep_note(client, &life, &mut queues(client).await?, &mut noted).await?;
     }
     Ok(())
 }

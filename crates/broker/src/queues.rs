@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use base64::{Engine, prelude::BASE64_STANDARD};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
 use super::{
@@ -22,6 +22,8 @@ const TIMEOUT: Duration = Duration::from_mins(1);
 /// Where the job manager keeps the state of its queues (job-manager restart.c).
 const CHECKPOINT: &str = "checkpoint.job-manager";
 const CHECKPOINT_VERSION: u32 = 1;
+/// Where it is noted which queues a restart has stopped.
+const NOTE: &str = "flux-distribute.stopped-by-restart";
 /// Writes to disk whatever the KVS holds, and answers then (`FLUX_KVS_SYNC`, flux_kvs_commit(3)).
 const SYNC: u32 = 4;
 
@@ -50,6 +52,23 @@ impl Queue {
     pub fn is_scheduler_offline(&self) -> bool {
         self.stop_reason.as_deref() == Some(SCHEDULER_IS_OFFLINE)
     }
+
+    fn is_stopped_without_reason(&self) -> bool {
+        !self.start && self.stop_reason.is_none()
+    }
+}
+
+/// Which queues a restart has stopped and nobody has started since.
+///
+/// The job manager records such a queue as stopped, and forgets why: at a clean end, rc1 stops all queues without a reason. If
+/// the instance ends before those queues are started, they would stay stopped in its next life, and nobody could tell them from
+/// queues that an administrator has stopped. So this is noted in the KVS, which has the job manager's record too.
+#[derive(Serialize, Deserialize, Debug, Clone, Default, PartialEq, Eq)]
+pub struct StoppedByRestart {
+    /// The attribute `broker.starttime` of the lead's broker that noted it.
+    life: String,
+    /// Names of the queues; None is the only queue of an instance without named ones.
+    queues: Vec<Option<String>>,
 }
 
 /// Why queues were not changed.
@@ -123,6 +142,66 @@ pub async fn start(client: &Client, reasons: &[&str]) -> Result<Vec<Queue>, Queu
     Ok(started)
 }
 
+/// Keeps the note about queues that a restart has stopped as they are: `all` are the queues, just asked for, and `noted` is what the
+/// last call left, in this life of the lead's broker; `life` is its attribute `broker.starttime`. Queues that a restart has
+/// stopped in an earlier life get that reason again, also in `all`. Does nothing while the scheduler is offline.
+///
+/// # Errors
+/// [`QueueError`]. To be called again.
+pub async fn keep_note(
+    client: &Client,
+    life: &str,
+    all: &mut [Queue],
+    noted: &mut Option<StoppedByRestart>,
+) -> Result<(), QueueError> {
+    if all.iter().any(Queue::is_scheduler_offline) {
+        return Ok(());
+    }
+    let before = match noted.take() {
+        Some(before) => before,
+        None => note(client).await?,
+    };
+    let was_stopped = |queue: &Queue| before.queues.contains(&queue.name);
+    if before.life != life {
+        for queue in all.iter_mut().filter(|queue| queue.is_stopped_without_reason() && was_stopped(queue)) {
+            queue.stop_reason = Some(STOPPED_BY_RESTART.to_owned());
+            let stop = json!({ "start": false, "nocheckpoint": true, "reason": STOPPED_BY_RESTART });
+            switch(client, std::slice::from_ref(queue), &stop).await?;
+        }
+    }
+    // At the end of this life, a queue loses its reason before this is not called any more.
+    let is_stopped = |queue: &&Queue| {
+        queue.stop_reason.as_deref() == Some(STOPPED_BY_RESTART)
+            || queue.is_stopped_without_reason() && was_stopped(queue)
+    };
+    let queues: Vec<_> = all.iter().filter(is_stopped).map(|queue| queue.name.clone()).collect();
+    let after = StoppedByRestart { life: life.to_owned(), queues };
+    if after.queues != before.queues || after.life != before.life && !after.queues.is_empty() {
+        // The record of an earlier life may say that they are stopped, which a crash would bring back.
+        if all.iter().any(|queue| queue.start && was_stopped(queue)) {
+            write_record(client).await?;
+        }
+        ask(client, "kvs.commit", put(NOTE, &json!(after))).await?;
+    }
+    *noted = Some(after);
+    Ok(())
+}
+
+/// What an earlier life has noted; nothing if it can't be read.
+async fn note(client: &Client) -> Result<StoppedByRestart, RpcError> {
+    match ask(client, "kvs.lookup", json!({ "key": NOTE, "namespace": "primary", "flags": 0 })).await {
+        Ok(answer) => Ok(value(&answer).unwrap_or_default()),
+        Err(error) if error.is(ENOENT) => Ok(StoppedByRestart::default()),
+        Err(error) => Err(error),
+    }
+}
+
+/// The value in an answer to `kvs.lookup` (RFC 11).
+fn value<T: DeserializeOwned>(answer: &Value) -> Option<T> {
+    let data = BASE64_STANDARD.decode(answer.pointer("/val/data")?.as_str()?).ok()?;
+    serde_json::from_slice(&data).ok()
+}
+
 /// Ensures that the job manager stops its queues when it restarts, if `job-manager.stop-queues-on-restart` says so. That
 /// acts only on queues of an earlier record, which the job manager writes for the first time when it ends cleanly: if
 /// it crashes before, it starts with open queues. So this writes such a record unless there is one: the queues as they
@@ -131,14 +210,18 @@ pub async fn start(client: &Client, reasons: &[&str]) -> Result<Vec<Queue>, Queu
 /// # Errors
 /// [`QueueError`].
 pub async fn ensure_recorded(client: &Client) -> Result<bool, QueueError> {
+    match ask(client, "kvs.lookup", json!({ "key": CHECKPOINT, "namespace": "primary", "flags": 0 })).await {
+        Ok(_) => Ok(false),
+        Err(error) if error.is(ENOENT) => write_record(client).await.map(|()| true),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Writes the job manager's record: the queues as they are.
+async fn write_record(client: &Client) -> Result<(), QueueError> {
     #[derive(Deserialize)]
     struct Info {
         max_jobid: JobId,
-    }
-    match ask(client, "kvs.lookup", json!({ "key": CHECKPOINT, "namespace": "primary", "flags": 0 })).await {
-        Ok(_) => return Ok(false),
-        Err(error) if error.is(ENOENT) => {}
-        Err(error) => return Err(error.into()),
     }
     let queues = visible(client).await?;
     let topic = "job-manager.getinfo";
@@ -146,7 +229,7 @@ pub async fn ensure_recorded(client: &Client) -> Result<bool, QueueError> {
     let queues: Vec<Value> = queues.iter().map(record).collect();
     let record = json!({ "version": CHECKPOINT_VERSION, "max_jobid": max_jobid, "queue": queues });
     ask(client, "kvs.commit", put(CHECKPOINT, &record)).await?;
-    Ok(true)
+    Ok(())
 }
 
 /// A queue in the job manager's record (queues.c `save_one`). Keys without a value are left out.

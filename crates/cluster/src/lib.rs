@@ -13,13 +13,16 @@ pub mod lease_rules;
 mod merge_patch;
 pub mod published;
 pub mod store;
+mod times;
 
 use std::time::Duration;
 
 use api::{CONFIGMAP_ROSTER, RosterError};
+use hyper::Response;
 use kube::{
-    Resource,
+    Client, Config, Resource,
     api::{DeleteParams, ObjectMeta, PatchParams, Preconditions},
+    client::ClientBuilder,
 };
 
 pub use events::{Announcer, publish};
@@ -55,8 +58,21 @@ pub enum ApiError {
 }
 
 /// The name under which the API server records which fields this program writes (`managedFields`). The admission policies permit
-/// fields of ours under any name, but none of ours beside fields of others.
+/// fields of ours under this name alone.
 const FIELD_MANAGER: &str = "flux-distribute";
+
+/// A client for the API server. It hears the API server's clock ([`clock::heard`]), and reads what other users of the API
+/// server have written although it has times that this program can't represent.
+///
+/// # Errors
+/// The configuration can't be used.
+pub fn client(config: Config) -> Result<Client, kube::Error> {
+    let answers = tower::util::MapResponseLayer::new(|answer: Response<_>| {
+        clock::heard(answer.headers());
+        times::readable(answer)
+    });
+    Ok(ClientBuilder::try_from(config)?.with_layer(&answers).build())
+}
 
 /// How every patch is sent.
 pub fn patch_params() -> PatchParams {

@@ -36,8 +36,8 @@ const WRAPPERS: &str = "libexec/flux/cmd";
 const WRAPPER: &str = "flux-python";
 /// More than any wrapper has, in bytes.
 const MAX_WRAPPER: u64 = 64 << 10;
-/// What Python is asked.
-const IMPORTS: &str = include_str!("trial.py");
+/// The program that Python runs.
+const QUESTION: &str = include_str!("trial.py");
 /// Long, because a slow disk is no reason to refuse an environment.
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// uid and gid of a trial. Programs of a package set get no rights that their broker would not have, and an id that no
@@ -52,7 +52,10 @@ const NOBODY: u32 = 65534;
 const PRELOAD: &str = "LD_PRELOAD";
 /// Makes the loader list a program's libraries instead of starting it (ld.so(8)).
 const TRACE: &str = "LD_TRACE_LOADED_OBJECTS";
-const WORDS: usize = 300;
+/// What the loader says if a library is another one than a program was built with (ld.so(8)).
+const WRONG_LIBRARY: &str = "symbol lookup error";
+/// Characters of a program's message that are shown.
+const LONGEST_MESSAGE: usize = 300;
 
 /// The result of a trial that found no certain fault.
 #[derive(Debug, PartialEq, Eq)]
@@ -71,10 +74,10 @@ pub enum Tried {
 /// can't run on it.
 pub fn try_flux(environment: &Path, digest: &str, compiled_prefix: Option<&Path>) -> Result<Tried, Refusal> {
     let mut trial = Trial { environment, compiled_prefix, lacking: BTreeMap::new(), unsure: None };
-    let found = trial.run();
-    found
-        .map(|()| trial.unsure.map_or(Tried::Runs, Tried::Unknown))
-        .map_err(|what| Refusal::new(format!("the Flux of package set {digest:.12} can't run on this host: {what}")))
+    trial
+        .try_all()
+        .map_err(|what| Refusal::new(format!("the Flux of package set {digest:.12} can't run on this host: {what}")))?;
+    Ok(trial.unsure.map_or(Tried::Runs, Tried::Unknown))
 }
 
 /// A trial and what it has found.
@@ -89,23 +92,27 @@ struct Trial<'a> {
 
 impl Trial<'_> {
     /// Tries everything; a certain fault is the error.
-    fn run(&mut self) -> Result<(), String> {
-        let programs = PROGRAMS.map(|name| self.environment.join(name));
-        for (name, program) in PROGRAMS.into_iter().zip(&programs).filter(|(_, program)| is_elf(program)) {
-            self.trace(name, program, None)?;
+    fn try_all(&mut self) -> Result<(), String> {
+        let flux = self.environment.join(FLUX);
+        for name in PROGRAMS {
+            let program = self.environment.join(name);
+            if is_elf(&program) {
+                self.trace(name, &program, None)?;
+            }
         }
-        let [flux, ..] = &programs;
-        if is_elf(flux) {
-            for (directory, module) in LIBRARIES.iter().flat_map(|lib| MODULES.map(|module| (lib, module))) {
-                let name = format!("{directory}/{module}");
-                let path = self.environment.join(&name);
-                if is_elf(&path) {
-                    self.trace(&name, flux, Some(&path))?;
+        let python = python(self.environment);
+        let core =
+            python.iter().flat_map(|python| python.directories()).map(|directory| directory.join("_flux/_core.so"));
+        for module in MODULES.iter().map(PathBuf::from).chain(core) {
+            for name in LIBRARIES.map(|lib| Path::new(lib).join(&module)) {
+                let module = self.environment.join(&name);
+                if is_elf(&flux) && is_elf(&module) {
+                    self.trace(&name.to_string_lossy(), &flux, Some(&module))?;
                 }
             }
         }
-        if self.unsure.is_none() {
-            self.import_in_python();
+        if let Some(python) = python {
+            self.ask_python(&python);
         }
         if !self.lacking.is_empty() {
             let named = self.lacking.iter().map(|(what, by)| {
@@ -118,31 +125,32 @@ impl Trial<'_> {
                 named.collect::<Vec<_>>().join(", ")
             ));
         }
-        if self.unsure.is_none() && is_elf(flux) { self.start(flux) } else { Ok(()) }
+        if self.unsure.is_none() && is_elf(&flux) { self.start(&flux) } else { Ok(()) }
     }
 
     /// Has the loader list the libraries of `program`, or those of `module` in it, and notes what it doesn't find.
     /// `name` is the file's path in the environment.
     fn trace(&mut self, name: &str, program: &Path, module: Option<&Path>) -> Result<(), String> {
-        let mut command = self.command(program);
-        command.env(TRACE, "1");
+        let mut command = command(program);
+        // A program whose loader does not list them starts, and ends at once.
+        command.arg("--help").env(TRACE, "1");
+        self.lead_to_environment(&mut command);
         if let Some(module) = module {
             command.env(PRELOAD, module);
         }
         match run(command) {
             Ok(Ended::Exited { text, .. }) => {
-                let of_program = |what: &String| {
-                    module.is_some() && self.lacking.get(what).is_some_and(|files| files.contains(FLUX))
-                };
-                let missing: Vec<_> = missing(&text).into_iter().filter(|what| !of_program(what)).collect();
-                let (there, absent): (Vec<_>, Vec<_>) = missing
-                    .into_iter()
-                    .partition(|library| self.compiled_prefix.is_some() && is_within(self.environment, library));
-                if let Some(library) = there.first() {
-                    self.unsure = Some(format!("{library} is in the package set, but its loader does not find it yet"));
-                }
-                for library in absent {
-                    self.lacking.entry(library).or_default().insert(name.to_owned());
+                for library in missing(&text) {
+                    if is_within(self.environment, &library) {
+                        self.unsure =
+                            Some(format!("{library} is in the package set, but its loader does not find it yet"));
+                        continue;
+                    }
+                    let files = self.lacking.entry(library).or_default();
+                    // The list for a module repeats what the program lacks that loads it.
+                    if module.is_none() || !files.contains(FLUX) {
+                        files.insert(name.to_owned());
+                    }
                 }
             }
             Ok(Ended::Inconclusive(how)) => self.unsure = Some(format!("{name} {how}")),
@@ -160,63 +168,78 @@ impl Trial<'_> {
         Ok(())
     }
 
-    /// Has the Python that Flux was built for import what rc1 needs, and notes what it lacks.
-    fn import_in_python(&mut self) {
-        let Some(Python { version, interpreter }) = python(self.environment) else { return };
+    /// Asks the Python that Flux was built for which modules it has, and notes what it lacks.
+    fn ask_python(&mut self, python: &Python) {
+        let Python { version, interpreter } = python;
         // Until the compiled prefix leads here, what is below it belongs to another environment, or does not exist.
         if self.compiled_prefix.is_some_and(|prefix| interpreter.starts_with(prefix)) {
             return;
         }
-        let modules = LIBRARIES.map(|lib| self.environment.join(lib).join("flux").join(format!("python{version}")));
-        let Some(modules) = modules.iter().find(|path| path.is_dir()) else { return };
-        let mut command = self.command(&interpreter);
-        command.args(["-I", "-B", "-c", IMPORTS]).arg(modules);
-        let by = || interpreter.display().to_string();
+        let directories = LIBRARIES.iter().flat_map(|lib| python.directories().map(|path| Path::new(lib).join(path)));
+        let mut command = command(interpreter);
+        command
+            .args(["-I", "-B", "-c", QUESTION])
+            .args(directories.map(|path| self.environment.join(path).join("flux")));
+        let by = interpreter.display().to_string();
         match run(command) {
-            Ok(Ended::Exited { text, .. }) => {
-                if let Some(why) = text.lines().find_map(|line| line.strip_prefix("fails ")) {
-                    let why: String = why.chars().take(WORDS).collect();
-                    self.unsure = Some(format!("{} can't import Flux's modules: {why}", by()));
+            Ok(Ended::Exited { code: 0, text }) => {
+                let words = |what: &str| text.lines().filter_map(|line| line.strip_prefix(what)).collect::<Vec<_>>();
+                if let Some(why) = words("fails ").first() {
+                    let why: String = why.chars().take(LONGEST_MESSAGE).collect();
+                    self.unsure = Some(format!("{by} can't import a module that Flux needs: {why}"));
                 }
-                let lacks = text.lines().filter_map(|line| line.strip_prefix("lacks "));
-                for name in lacks.filter(|name| is_module_of_others(name)) {
-                    self.lacking.entry(format!("Python's module {name}")).or_default().insert(by());
+                if let Some(other) = words("version ").first().filter(|has| *has != version) {
+                    self.unsure = Some(format!("{by} is Python {other}, and this Flux was built for Python {version}"));
+                }
+                for name in words("lacks ").into_iter().filter(|name| name.chars().all(|c| c.is_ascii_alphanumeric())) {
+                    self.lacking.entry(format!("Python's module {name}")).or_default().insert(by.clone());
                 }
             }
-            Ok(Ended::Inconclusive(how)) => self.unsure = Some(format!("{} {how}", by())),
+            Ok(Ended::Exited { code, text }) => {
+                self.unsure = Some(format!("{by} ended with code {code}: {}", last_line(&text)));
+            }
+            Ok(Ended::Inconclusive(how)) => self.unsure = Some(format!("{by} {how}")),
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                self.lacking.entry(by()).or_default().insert("Flux's commands".to_owned());
+                self.lacking.entry(by).or_default().insert("Flux's commands".to_owned());
             }
-            Err(error) => self.unsure = Some(format!("{} can't be started: {error}", by())),
+            Err(error) => self.unsure = Some(format!("{by} can't be started: {error}")),
         }
     }
 
     /// Starts Flux, which ends at once.
     fn start(&mut self, flux: &Path) -> Result<(), String> {
-        let mut command = self.command(flux);
+        let mut command = command(flux);
         command.arg("--version");
+        self.lead_to_environment(&mut command);
         match run(command) {
-            Ok(Ended::Exited { code, text }) if code != 0 => {
-                let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
-                let last: String = last.trim().chars().take(WORDS).collect();
-                return Err(format!("`flux --version` ended with code {code}: {last}"));
+            Ok(Ended::Exited { code: 0, .. }) => {}
+            // Libraries of another environment, which the compiled prefix leads to.
+            Ok(Ended::Exited { text, .. }) if self.compiled_prefix.is_some() && text.contains(WRONG_LIBRARY) => {
+                self.unsure = Some(format!("`flux --version` can't be tried yet: {}", last_line(&text)));
             }
-            Ok(Ended::Exited { .. }) => {}
+            Ok(Ended::Exited { code, text }) => {
+                return Err(format!("`flux --version` ended with code {code}: {}", last_line(&text)));
+            }
             Ok(Ended::Inconclusive(how)) => self.unsure = Some(format!("`flux --version` {how}")),
             Err(error) => self.unsure = Some(format!("`flux --version` can't be started: {error}")),
         }
         Ok(())
     }
 
-    fn command(&self, program: &Path) -> Command {
-        let mut command = Command::new(program);
-        command.env_clear().env("PATH", "/usr/bin:/bin").env("LANG", "C.UTF-8");
+    /// Has `command` find the libraries of the environment, although the compiled prefix does not lead there yet.
+    fn lead_to_environment(&self, command: &mut Command) {
         if self.compiled_prefix.is_some() {
             let [lib, lib64] = LIBRARIES.map(|name| self.environment.join(name));
             command.env("LD_LIBRARY_PATH", format!("{}:{}", lib.display(), lib64.display()));
         }
-        command
     }
+}
+
+/// A command with the environment variables of a trial.
+fn command(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.env_clear().env("PATH", "/usr/bin:/bin").env("LANG", "C.UTF-8");
+    command
 }
 
 /// The Python of a Flux.
@@ -228,27 +251,37 @@ struct Python {
     interpreter: PathBuf,
 }
 
+impl Python {
+    /// Where Flux's modules may be, relative to each of [`LIBRARIES`].
+    fn directories(&self) -> [PathBuf; 2] {
+        let name = format!("python{}", self.version);
+        [Path::new("flux").join(&name), Path::new(&name).join("site-packages")]
+    }
+}
+
 /// The Python that the Flux in `environment` was built for, as its wrapper script names it. None if there is no wrapper
-/// of the usual form, which ends with `exec INTERPRETER "$@"`.
+/// of the usual form, which ends with `exec INTERPRETER "$@"`. Of several wrappers any will do: each has its modules.
 fn python(environment: &Path) -> Option<Python> {
     let entries = fs::read_dir(environment.join(WRAPPERS)).ok()?.flatten();
     let mut found = entries.filter_map(|entry| {
-        let version = entry.file_name().to_str()?.strip_prefix(WRAPPER)?.to_owned();
-        let is_version = version.starts_with(|first: char| first.is_ascii_digit());
-        let file = File::open(entry.path()).ok().filter(|_| is_version && entry.path().is_file())?;
+        let (path, name) = (entry.path(), entry.file_name());
+        let version = name.to_str()?.strip_prefix(WRAPPER)?;
+        if !version.starts_with(|first: char| first.is_ascii_digit()) || !path.is_file() {
+            return None;
+        }
         let mut text = String::new();
-        file.take(MAX_WRAPPER).read_to_string(&mut text).ok()?;
+        File::open(path).ok()?.take(MAX_WRAPPER).read_to_string(&mut text).ok()?;
         let words = text.lines().rev().find_map(|line| line.trim().strip_prefix("exec "))?;
         let interpreter = PathBuf::from(words.split_whitespace().next()?);
-        interpreter.is_absolute().then_some(Python { version, interpreter })
+        interpreter.is_absolute().then(|| Python { version: version.to_owned(), interpreter })
     });
     found.next()
 }
 
-/// True for a Python module's name that is not one of Flux's own. What is not a name came from elsewhere.
-fn is_module_of_others(name: &str) -> bool {
-    let own = ["flux", "_flux", "None"].contains(&name.split('.').next().unwrap_or_default());
-    !own && name.len() <= WORDS && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.')
+/// The last words of a program.
+fn last_line(text: &str) -> String {
+    let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
+    last.trim().chars().take(LONGEST_MESSAGE).collect()
 }
 
 /// How a tried program ended.
@@ -416,14 +449,16 @@ mod tests {
         assert!(matches!(&tried, Tried::Unknown(why) if why.contains("bin/flux was killed by signal ")), "{tried:?}");
     }
 
-    /// An environment whose Flux is a script, so that only its Python is tried. `interpreter` is that Python.
+    /// An environment that holds only a wrapper of Python `interpreter` and one of Flux's Python sources.
     fn environment_with_python(interpreter: &Path) -> tempfile::TempDir {
         let environment = tempfile::tempdir().unwrap();
-        for directory in ["", WRAPPERS, "lib/flux/python3.11"] {
+        let sources = "lib/flux/python3.11/flux";
+        for directory in ["", WRAPPERS, sources] {
             let path = environment.path().join(directory);
             fs::create_dir_all(&path).unwrap();
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         }
+        fs::write(environment.path().join(sources).join("a.py"), "from _flux._core import lib\nimport yaml\n").unwrap();
         let wrapper = format!("#!/bin/sh\nif test \"$1\"; then\n  exit\nfi\nexec {} \"$@\"\n", interpreter.display());
         fs::write(environment.path().join(WRAPPERS).join("flux-python3.11"), wrapper).unwrap();
         environment
@@ -443,13 +478,13 @@ mod tests {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
-        let python = script(directory.path(), "echo lacks yaml; echo lacks _cffi_backend; echo 'lacks a\u{1b}[m name'");
+        let python = script(directory.path(), "echo lacks yaml; echo lacks cffi; echo 'lacks a\u{1b}[m name'");
         let environment = environment_with_python(&python);
         let refusal = try_flux(environment.path(), "digest", None).unwrap_err().to_string();
-        for module in ["_cffi_backend", "yaml"] {
+        for module in ["cffi", "yaml"] {
             assert!(refusal.contains(&format!("Python's module {module} (for {})", python.display())), "{refusal}");
         }
-        assert!(!refusal.contains("name"), "{refusal}");
+        assert!(!refusal.contains('\u{1b}'), "{refusal}");
     }
 
     #[test]
@@ -464,17 +499,21 @@ mod tests {
         assert_eq!(try_flux(environment.path(), "digest", Some(Path::new("/nowhere"))).unwrap(), Tried::Runs);
     }
 
-    /// Such as in a Flux whose modules have other names than today.
     #[test]
-    fn a_module_of_flux_that_can_not_be_imported_is_no_reason_to_refuse() {
+    fn what_python_can_not_import_for_another_reason_is_no_reason_to_refuse() {
         if skips_without([Need::Root]) {
             return;
         }
-        let directory = tempfile::tempdir().unwrap();
-        let python =
-            script(directory.path(), "echo lacks flux.modprobe; echo \"fails No module named 'flux.modprobe'\"");
-        let tried = try_flux(environment_with_python(&python).path(), "digest", None).unwrap();
-        assert!(matches!(&tried, Tried::Unknown(why) if why.ends_with("No module named 'flux.modprobe'")), "{tried:?}");
+        for (lines, words) in [
+            ("echo fails yaml: not readable", "can't import a module that Flux needs: yaml: not readable"),
+            ("echo version 3.13", "is Python 3.13, and this Flux was built for Python 3.11"),
+            ("echo lacks yaml; echo no libpython >&2; exit 127", "ended with code 127: no libpython"),
+        ] {
+            let directory = tempfile::tempdir().unwrap();
+            let python = script(directory.path(), lines);
+            let tried = try_flux(environment_with_python(&python).path(), "digest", None).unwrap();
+            assert!(matches!(&tried, Tried::Unknown(why) if why.ends_with(words)), "{tried:?}");
+        }
     }
 
     #[test]
@@ -484,20 +523,21 @@ mod tests {
         }
         let flux = flux_prefix();
         assert_eq!(try_flux(&flux, "digest", None).unwrap(), Tried::Runs);
+        for module in MODULES {
+            assert!(is_elf(&flux.join("lib").join(module)), "{module} has another name now");
+        }
         // The same Flux, on a host whose Python has only what comes with Python.
+        let of_flux = super::python(&flux).unwrap();
         let directory = tempfile::tempdir().unwrap();
-        let python = script(directory.path(), "exec /usr/bin/python3 -S \"$@\"");
+        let python = script(directory.path(), &format!("exec {} -S \"$@\"", of_flux.interpreter.display()));
         let environment = environment_with_python(&python);
         fs::remove_dir_all(environment.path().join("lib")).unwrap();
         std::os::unix::fs::symlink(flux.join("lib"), environment.path().join("lib")).unwrap();
-        let version = super::python(&flux).unwrap().version;
-        fs::rename(
-            environment.path().join(WRAPPERS).join("flux-python3.11"),
-            environment.path().join(WRAPPERS).join(format!("flux-python{version}")),
-        )
-        .unwrap();
+        let wrappers = environment.path().join(WRAPPERS);
+        let name = format!("flux-python{}", of_flux.version);
+        fs::rename(wrappers.join("flux-python3.11"), wrappers.join(name)).unwrap();
         let refusal = try_flux(environment.path(), "digest", None).unwrap_err().to_string();
-        for module in ["_cffi_backend", "ply", "yaml"] {
+        for module in ["cffi", "ply", "yaml"] {
             assert!(refusal.contains(&format!("Python's module {module} ")), "{refusal}");
         }
     }
