@@ -1,6 +1,8 @@
 //! What an agent's token in the wrong hands can write about who manages which fields of an object, by a real API server.
 
-use api::{ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONFIGMAP_DEFAULT, LEASE_PLANNER, NAMESPACE};
+use api::{
+    ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONFIGMAP_DEFAULT, FluxInstance, INSTANCE, LEASE_PLANNER, NAMESPACE,
+};
 use cluster::patch_params;
 use k8s_openapi::api::{
     coordination::v1::Lease,
@@ -8,13 +10,13 @@ use k8s_openapi::api::{
 };
 use kube::{
     Api, ResourceExt,
-    api::{Patch, PatchParams, PostParams},
+    api::{ApiResource, DynamicObject, Patch, PatchParams, PostParams},
 };
 use model::eligibility::PROTECTING;
 use serde_json::{Value, json};
 
 use super::{
-    cluster::{Case, until_true},
+    cluster::{Case, no_nodes, until_true},
     rights::{agent, refused},
 };
 
@@ -134,6 +136,21 @@ async fn an_agents_token_takes_no_field_from_its_manager_and_gives_none() {
         forbidden(patch(json!({"metadata": {"managedFields": more}})).await, "one of many updates");
     }
 
+    // Ten managers that have updated it don't end the comparison.
+    for number in 0..12 {
+        let manager = PatchParams { field_manager: Some(format!("label{number}")), ..PatchParams::default() };
+        let label = json!({"metadata": {"labels": {format!("example.org/label{number}"): "x"}}});
+        all.patch("node1", &manager, &Patch::Merge(label)).await.unwrap();
+    }
+    for (manager, what) in [("m1", "another manager beside many"), ("ancient-changes", "more than many have")] {
+        let mut more = managers(&all.get("node1").await.unwrap());
+        let mut entry = applied(manager, "v1", &json!({"f:spec": {"f:unschedulable": {}}}));
+        entry["operation"] = json!("Update");
+        more.retain(|entry| entry["manager"] != manager);
+        more.push(entry);
+        forbidden(patch(json!({"metadata": {"managedFields": more}})).await, what);
+    }
+
     // What we do write takes our annotation from whoever has it, also beside more managers than the API server keeps apart.
     let marks = json!({"metadata": {"annotations": {first: "true", second: "true", ANNOTATION_PROTECTS: "both"}}});
     let marked = patch(marks).await.unwrap();
@@ -159,4 +176,42 @@ async fn an_agents_token_takes_no_field_from_its_manager_and_gives_none() {
     forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(forged)).await, "flux-default");
     let mark = json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: "b"}}});
     maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(mark)).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_time_that_can_not_be_represented_stops_no_planner() {
+    const LATEST: &str = "9999-12-31T23:59:59.000000Z";
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    case.create(no_nodes()).await;
+    let client = agent(&case).await;
+    // In a Node, by whoever may change it.
+    let nodes = Api::<Node>::all(case.client.clone());
+    let mut managed = managers(&nodes.get("node1").await.unwrap());
+    managed.iter_mut().for_each(|entry| entry["time"] = json!("9999-12-31T23:59:59Z"));
+    let patch = Patch::Merge(json!({"metadata": {"managedFields": managed, "labels": {"example.org/x": "y"}}}));
+    let unread: Result<Node, _> = nodes.patch("node1", &PatchParams::default(), &patch).await;
+    assert!(unread.is_err(), "then `times` in `cluster` is not needed any more");
+    // In the Lease, by an agent's token.
+    let kind = ApiResource::erase::<Lease>(&());
+    let leases = Api::<DynamicObject>::namespaced_with(client, NAMESPACE, &kind);
+    until_true("a Lease with such a time", async || {
+        let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
+        lease.data["spec"]["renewTime"] = json!(LATEST);
+        leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await.is_ok()
+    })
+    .await;
+    // A planner that begins has to read both.
+    case.cluster.must(&["agent", "node1", "kill"]);
+    until_true("a planner that renews it", async || {
+        leases.get(LEASE_PLANNER).await.unwrap().data["spec"]["renewTime"] != LATEST
+    })
+    .await;
+    case.patch(json!({"maxSize": 7})).await;
+    until_true("a planner that plans", async || {
+        let instance = Api::<FluxInstance>::namespaced(case.client.clone(), NAMESPACE).get(INSTANCE).await.unwrap();
+        instance.status.is_some_and(|status| Some(status.observed_generation) == instance.metadata.generation)
+    })
+    .await;
+    let restored = json!({"metadata": {"managedFields": [{}]}});
+    let _: Result<Node, _> = nodes.patch("node1", &PatchParams::default(), &Patch::Merge(restored)).await;
 }

@@ -150,6 +150,14 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
     ] {
         assert_eq!(refused(bind(namespace, name, metadata).await, name).0, 403, "{namespace}/{name}");
     }
+    // It does not add its zone to that of a target of no kind.
+    let no_kind = json!({
+        "apiVersion": "v1", "kind": "Binding", "target": {"name": "node1"},
+        "metadata": {"name": "waits", "labels": {"topology.kubernetes.io/zone": "forged"}},
+    });
+    let pods = Api::<Pod>::namespaced(token.clone(), "default");
+    let bound = pods.create_subresource::<Value, Value>("binding", "waits", &PostParams::default(), &no_kind).await;
+    assert_eq!(refused(bound, "no kind").0, 403);
     // Since Kubernetes 1.35, the API server adds a node's zone to a binding before policies look at it.
     let zone = json!({"metadata": {"labels": {"topology.kubernetes.io/zone": "z1"}}});
     let nodes = Api::<Node>::all(admin.clone());

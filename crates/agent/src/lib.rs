@@ -33,11 +33,9 @@ use std::{
     time::Duration,
 };
 
-use hyper::Response;
 use kube::{Client, Config};
 
 use api::{DAEMONSET, HEALTH_PORT};
-use cluster::clock;
 
 pub use background::health::{ProbeArguments, ProbeError, probe};
 pub use commands::{
