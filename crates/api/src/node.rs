@@ -320,6 +320,9 @@ pub struct FluxNodeStatus {
     /// Lead only: a job waits for cores that Flux calls free; names the job and the remedy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_back_job: Option<String>,
+    /// Lead only: the queues that start no jobs, with the reason and the command that starts them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stopped_queues: Option<String>,
     /// Lead only: ranks of `spec.drain` to which the lead's broker gives no jobs (idset, RFC 22), and ranks that are still
     /// drained for one of our reasons.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -58,30 +58,27 @@ fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
     scheme != "file" && before == "t" && !segment.is_empty() && !(is_last && segment.contains('.'))
 }
 
-/// True if a segment of a URL's path is or holds a conda token for a server that decodes the path before it takes it
-/// apart, such as the segment of `/a%2Ft%2F<token>/`.
-fn holds_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
-    let (before, segment) = (decoded(before), decoded(segment));
-    let mut before = before.rsplit('/').next().unwrap_or_default();
-    let mut parts = segment.split('/').peekable();
-    while let Some(part) = parts.next() {
-        if is_token(scheme, before, part, is_last && parts.peek().is_none()) {
-            return true;
+/// `path` with `***` for each segment that is a conda token, or holds one for a server that decodes the path before it
+/// splits it at slashes, such as the segment of `/a%2Ft%2F<token>/`. The first segment is the host, or empty.
+fn masked(scheme: &str, path: &str) -> String {
+    let segments: Vec<_> = path.split('/').collect();
+    let last = segments.len() - 1;
+    let mut before = String::new();
+    let mut masked = Vec::with_capacity(segments.len());
+    for (at, segment) in segments.into_iter().enumerate() {
+        let decoded = decoded(segment);
+        let parts: Vec<_> = decoded.split('/').filter(|part| !part.is_empty()).collect();
+        let is_hidden = parts.iter().enumerate().any(|(part, text)| {
+            let before = if part == 0 { before.as_str() } else { parts[part - 1] };
+            is_token(scheme, before, text, at == last && part + 1 == parts.len())
+        });
+        // A host named `t` does not make the next segment a token. Servers take two slashes for one.
+        if let Some(end) = parts.last().filter(|_| at > 0) {
+            (*end).clone_into(&mut before);
         }
-        before = part;
+        masked.push(if is_hidden { "***" } else { segment });
     }
-    false
-}
-
-/// Which segments of a URL's path must not be shown.
-fn hidden<'a>(scheme: &str, segments: &[&'a str]) -> Vec<(&'a str, bool)> {
-    let last = segments.len().saturating_sub(1);
-    // The first is the host, or empty, so a host named `t` does not make the next segment a token.
-    let is_here = |at: usize| {
-        at > 1 && holds_token(scheme, segments[at - 1], segments[at], at == last)
-            || at == 1 && holds_token(scheme, "", segments[at], at == last)
-    };
-    segments.iter().enumerate().map(|(at, segment)| (*segment, is_here(at))).collect()
+    masked.join("/")
 }
 
 /// Positions of conda tokens among the segments of a URL's path, which begins with a slash.
@@ -99,15 +96,19 @@ pub fn is_secret_query(query: &str) -> bool {
     })
 }
 
+/// How many times a text may be percent-encoded: more than any server decodes.
+const MOST_ENCODINGS: usize = 8;
+
 /// `text` without percent-encoding, also where that was encoded once more.
 pub fn decoded(text: &str) -> String {
     let mut text = text.to_owned();
-    loop {
+    for _ in 0..MOST_ENCODINGS {
         match percent_encoding::percent_decode_str(&text).decode_utf8_lossy() {
             once if once.len() < text.len() => text = once.into_owned(),
-            _ => return text,
+            _ => break,
         }
     }
+    text
 }
 
 /// `text` with user and password, conda token and query of each URL in it masked.
@@ -182,10 +183,7 @@ pub fn shown(url: &str) -> String {
     let _ = url.set_username("");
     let _ = url.set_password(None);
     url.set_query(None);
-    let segments: Vec<_> = url.path().split('/').collect();
-    let shown =
-        hidden(url.scheme(), &segments).into_iter().map(|(segment, hidden)| if hidden { "***" } else { segment });
-    let path = shown.collect::<Vec<_>>().join("/");
+    let path = masked(url.scheme(), url.path());
     url.set_path(&path);
     url.to_string()
 }
@@ -230,14 +228,9 @@ impl<'a> Pieces<'a> {
         (Self { scheme, user, place, query }, next)
     }
 
-    /// The path's segments with the host first, and whether each must not be shown.
-    fn segments(&self) -> Vec<(&'a str, bool)> {
-        hidden(self.scheme, &self.place.split('/').collect::<Vec<_>>())
-    }
-
     fn has_credentials(&self) -> bool {
         self.user.is_some_and(|user| !user.is_empty())
-            || self.segments().iter().any(|(_, is_hidden)| *is_hidden)
+            || masked(self.scheme, self.place) != self.place
             || self.query.is_some_and(is_secret_query)
     }
 
@@ -245,12 +238,7 @@ impl<'a> Pieces<'a> {
         if self.user.is_some() {
             safe.push_str("***@");
         }
-        for (number, (segment, is_hidden)) in self.segments().into_iter().enumerate() {
-            if number > 0 {
-                safe.push('/');
-            }
-            safe.push_str(if is_hidden { "***" } else { segment });
-        }
+        safe.push_str(&masked(self.scheme, self.place));
         if self.query.is_some() {
             safe.push_str("?***");
         }
@@ -284,6 +272,7 @@ mod tests {
             ("[http://h] http://t/tk", "[http://h] http://t/tk"),
             // Some servers decode a path before they take it apart.
             ("http://h/a%2Ft%2Ftk-1/x http://h/%74/tk-1/x", "http://h/***/x http://h/%74/***/x"),
+            ("http://h/t//tk-1/x http://h/a%2Ft%2F/tk-1/x", "http://h/t//***/x http://h/a%2Ft%2F/***/x"),
             ("http://h/t%252Ftk-1/x http://h/a%2ft/tk-1/x", "http://h/***/x http://h/a%2ft/***/x"),
             ("http://h/a%20b/x%2Ft%2Fy.conda", "http://h/a%20b/x%2Ft%2Fy.conda"),
         ] {

@@ -19,6 +19,10 @@ pub const SCHEDULER_IS_OFFLINE: &str = "Scheduler is offline";
 pub const STOPPED_BY_RESTART: &str = "Automatically stopped due to restart";
 /// Limit for one request. The job manager may be busy with the jobs of a queue that starts or stops.
 const TIMEOUT: Duration = Duration::from_mins(1);
+/// How each reason begins for which this program stops a queue.
+const OURS: &str = "flux-distribute";
+/// Characters of a reason that are shown.
+const LONGEST_REASON: usize = 200;
 /// Where the job manager keeps the state of its queues (job-manager restart.c).
 const CHECKPOINT: &str = "checkpoint.job-manager";
 const CHECKPOINT_VERSION: u32 = 1;
@@ -28,11 +32,10 @@ const NOTE: &str = "flux-distribute.stopped-by-restart";
 const SYNC: u32 = 4;
 
 /// A queue.
-#[derive(Serialize, Deserialize, Debug, Clone, Default, PartialEq, Eq)]
-#[serde(rename_all(serialize = "camelCase"))]
+#[derive(Deserialize, Debug, Clone, Default, PartialEq, Eq)]
 pub struct Queue {
     /// Its name; None for the only queue of an instance without named ones.
-    #[serde(skip_deserializing)]
+    #[serde(skip)]
     pub name: Option<String>,
     /// True if it accepts jobs.
     pub enable: bool,
@@ -51,6 +54,24 @@ impl Queue {
     /// True if no scheduler is online: then nothing shows whether the queue is stopped, and why.
     pub fn is_scheduler_offline(&self) -> bool {
         self.stop_reason.as_deref() == Some(SCHEDULER_IS_OFFLINE)
+    }
+
+    /// What to say of a queue that does not start its jobs: why, and how to start it, unless we do that ourselves. None if
+    /// it starts them, and if no scheduler is online.
+    pub fn stopped(&self) -> Option<String> {
+        if self.start || self.is_scheduler_offline() {
+            return None;
+        }
+        let (queue, start) = match &self.name {
+            Some(name) => (format!("queue {name}"), format!("flux queue start {name}")),
+            None => ("the queue".to_owned(), "flux queue start".to_owned()),
+        };
+        let why = self.stop_reason.as_deref().filter(|why| !why.is_empty());
+        Some(match why.map(|why| why.chars().take(LONGEST_REASON).collect::<String>()) {
+            Some(why) if why == STOPPED_BY_RESTART || why.starts_with(OURS) => format!("{queue} is stopped: {why}"),
+            Some(why) => format!("{queue} is stopped: {why}; `{start}` starts it"),
+            None => format!("{queue} is stopped; `{start}` starts it"),
+        })
     }
 
     fn is_stopped_without_reason(&self) -> bool {
@@ -307,6 +328,28 @@ mod tests {
             ),
         ] {
             assert_eq!(record(&queue), expected);
+        }
+    }
+
+    #[test]
+    fn a_stopped_queue_says_why_and_who_starts_it() {
+        let text = |text: &str| Some(text.to_owned());
+        let stopped = |name: Option<String>, why: Option<String>| Queue { name, stop_reason: why, ..Queue::default() };
+        for (queue, said) in [
+            (Queue { start: true, ..Queue::default() }, None),
+            (stopped(None, text(SCHEDULER_IS_OFFLINE)), None),
+            (stopped(text("batch"), None), text("queue batch is stopped; `flux queue start batch` starts it")),
+            (stopped(None, text("repair")), text("the queue is stopped: repair; `flux queue start` starts it")),
+            (
+                stopped(None, text(STOPPED_BY_RESTART)),
+                text("the queue is stopped: Automatically stopped due to restart"),
+            ),
+            (
+                stopped(None, text("flux-distribute: the epoch ends")),
+                text("the queue is stopped: flux-distribute: the epoch ends"),
+            ),
+        ] {
+            assert_eq!(queue.stopped(), said);
         }
     }
 

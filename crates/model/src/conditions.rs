@@ -6,7 +6,7 @@ use k8s_openapi::{
 };
 
 use super::{
-    findings::{NotApplied, not_applied},
+    findings::{self, NotApplied},
     observed::{Observed, participant_count},
     roster::epoch::Restart,
 };
@@ -38,7 +38,7 @@ pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's age
 
 /// What a condition says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Value {
+pub(super) struct ConditionValue {
     /// True if its status is `True`, which is the normal case for Ready only.
     pub is_true: bool,
     /// CamelCase.
@@ -47,7 +47,7 @@ pub(super) struct Value {
     pub message: String,
 }
 
-impl Value {
+impl ConditionValue {
     pub fn yes(reason: &'static str, message: impl Into<String>) -> Self {
         Self { is_true: true, reason, message: message.into() }
     }
@@ -58,19 +58,19 @@ impl Value {
 }
 
 /// Condition NotApplied.
-pub(super) fn unapplied(seen: &Observed, roster: Option<&Roster>) -> Value {
-    let found = roster.map(|roster| not_applied(seen, roster)).unwrap_or_default();
-    let Some(NotApplied { reason, .. }) = found.first() else { return Value::no("AsExpected") };
+pub(super) fn not_applied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
+    let found = roster.map(|roster| findings::not_applied(seen, roster)).unwrap_or_default();
+    let Some(NotApplied { reason, .. }) = found.first() else { return ConditionValue::no("AsExpected") };
     let messages: Vec<_> = found.iter().map(|part| part.message.as_str()).collect();
-    Value::yes(reason, messages.join("; "))
+    ConditionValue::yes(reason, messages.join("; "))
 }
 
 /// Condition AgentsMissing: without an agent, a member's FluxNode keeps its last report even if the broker's state
 /// changes.
-pub(super) fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Value {
+pub(super) fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
     let members = roster.into_iter().flat_map(Roster::members);
     let mut missing = members.filter_map(|member| Some((&member.node, seen.agentless.get(&member.node)?)));
-    let Some((node, why)) = missing.next() else { return Value::no("AsExpected") };
+    let Some((node, why)) = missing.next() else { return ConditionValue::no("AsExpected") };
     let others = match missing.count() {
         0 => String::new(),
         more => format!(" (and {})", many(more as u64, "other node")),
@@ -78,17 +78,21 @@ pub(super) fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Value 
     let message = format!(
         "{node} has no agent{others}: {why}; its broker and jobs keep running, but no agent repairs or reports anything there"
     );
-    Value::yes("AgentNotRunning", message)
+    ConditionValue::yes("AgentNotRunning", message)
 }
 
 /// Condition CertificateMissing.
-pub(super) fn certificate_missing(seen: &Observed) -> Value {
-    if seen.is_certificate_gone { Value::yes("SecretGone", CERTIFICATE_IS_GONE) } else { Value::no("AsExpected") }
+pub(super) fn certificate_missing(seen: &Observed) -> ConditionValue {
+    if seen.is_certificate_gone {
+        ConditionValue::yes("SecretGone", CERTIFICATE_IS_GONE)
+    } else {
+        ConditionValue::no("AsExpected")
+    }
 }
 
 /// Condition ScaleDenied.
-pub(super) fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> Value {
-    let fits = Value::no("Fits");
+pub(super) fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> ConditionValue {
+    let fits = ConditionValue::no("Fits");
     let Some(roster) = roster else { return fits };
     let max_size = roster.settings.max_size;
     let (asked, are) = match (seen.spec.size, seen.spec.max_size) {
@@ -110,23 +114,27 @@ pub(super) fn scale_denied(seen: &Observed, roster: Option<&Roster>) -> Value {
     let message = format!(
         "{are} more than maxSize {max_size} of the running epoch, so at most {max_size} nodes have a rank; {more}"
     );
-    Value::yes("MoreThanMaxSize", message)
+    ConditionValue::yes("MoreThanMaxSize", message)
 }
 
 /// Condition RestartPending.
-pub(super) fn restart_pending(restart: Restart) -> Value {
+pub(super) fn restart_pending(restart: Restart) -> ConditionValue {
     match restart {
-        Restart::None => Value::no("Same"),
-        Restart::Waits { difference, reason } => Value::yes(WAITS, format!("{difference}; waits for {reason}")),
-        Restart::Blocked { difference, reason } => Value::yes(PACKAGES_UNAVAILABLE, format!("{difference}; {reason}")),
+        Restart::None => ConditionValue::no("Same"),
+        Restart::Waits { difference, reason } => {
+            ConditionValue::yes(WAITS, format!("{difference}; waits for {reason}"))
+        }
+        Restart::Blocked { difference, reason } => {
+            ConditionValue::yes(PACKAGES_UNAVAILABLE, format!("{difference}; {reason}"))
+        }
         Restart::Refused { difference, reason } => {
             let message = format!(
                 "{difference}; the instance did not come up with this and went back to its previous settings ({reason}): change \
                  the spec"
             );
-            Value::yes(TAKEN_BACK, message)
+            ConditionValue::yes(TAKEN_BACK, message)
         }
-        Restart::Now { difference, .. } => Value::yes("Begins", difference),
+        Restart::Now { difference, .. } => ConditionValue::yes("Begins", difference),
     }
 }
 

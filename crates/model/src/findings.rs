@@ -31,6 +31,8 @@ pub enum Weight {
     NodesAway,
     /// Members have no agent: their brokers keep running, but no agent supervises them.
     AgentsAway,
+    /// A queue starts no jobs.
+    QueueStopped,
     /// A restart is pending, and goes on by itself.
     RestartWaits,
     /// Everything is as the spec asks.

@@ -4,7 +4,7 @@
 use super::members::Members;
 use api::{FluxNodeSpec, Rank, Roster};
 
-/// The reason of a FluxNode without a Node.
+/// How each message about a member or a former one begins whose Node is gone.
 pub const NODE_IS_GONE: &str = "its Node is gone";
 
 /// The message about the member of `rank`; None if its Node exists or the rank has no member.
@@ -20,7 +20,7 @@ pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String>
     } else if members.nodes.named(&member.node).is_some() {
         format!("{NODE_IS_GONE}; a new Node has its name now")
     } else {
-        format!("{NODE_IS_GONE}; spec.ranks.retain says how long its rank is kept for it")
+        format!("{NODE_IS_GONE}; its rank is kept for it as long as spec.ranks.retain says")
     })
 }
 
@@ -80,7 +80,7 @@ mod tests {
             let (spec, _) = without("node2", |world| world.reports.get_mut("node1").unwrap().offline = offline);
             assert_eq!(
                 (spec.lost_by_lead, spec.reason.as_deref()),
-                (missed, Some("its Node is gone; spec.ranks.retain says how long its rank is kept for it"))
+                (missed, Some("its Node is gone; its rank is kept for it as long as spec.ranks.retain says"))
             );
         }
     }

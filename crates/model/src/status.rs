@@ -8,8 +8,8 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::{
     conditions::{
-        CORES_LOST, SHUT_DOWN_MESSAGE, SHUT_DOWN_REASON, TAKEN_BACK, Value, WAITS, agents_missing, certificate_missing,
-        needs_user, restart_pending, scale_denied, set_condition, unapplied,
+        CORES_LOST, ConditionValue, SHUT_DOWN_MESSAGE, SHUT_DOWN_REASON, TAKEN_BACK, WAITS, agents_missing,
+        certificate_missing, needs_user, not_applied, restart_pending, scale_denied, set_condition,
     },
     findings::{Finding, Weight, line},
     gone,
@@ -73,7 +73,7 @@ pub fn status(
             .retain(|condition| condition.type_ != CONDITION_RESTART_PENDING || condition.reason != TAKEN_BACK);
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
-    let (unapplied, agentless) = (unapplied(seen, roster), agents_missing(seen, roster));
+    let (not_applied, agents_missing) = (not_applied(seen, roster), agents_missing(seen, roster));
     let cores_lost = members.and_then(|members| members.report(0)?.held_back_job.as_deref());
     let mut findings = progress(seen, planned, obstacle, &next, standing);
     let pods_wait = next.pods.as_ref().and_then(|pods| pods.waits_for.as_deref());
@@ -84,32 +84,32 @@ pub fn status(
         Finding::new(Weight::PodsWait, words)
     }));
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
-    let if_true = |weight, value: &Value| value.is_true.then(|| Finding::new(weight, value.message.clone()));
-    findings.extend(if_true(Weight::NotApplied, &unapplied));
+    let if_true = |weight, value: &ConditionValue| value.is_true.then(|| Finding::new(weight, value.message.clone()));
+    findings.extend(if_true(Weight::NotApplied, &not_applied));
     findings.extend(if_true(Weight::ScaleDenied, &scale));
     findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| needs_user(restart.reason)));
-    findings.extend(if_true(Weight::AgentsAway, &agentless));
-    let waits = Some(&restart.message).filter(|_| complete && restart.reason == WAITS);
-    findings.extend(
-        waits.map(|what| {
-            Finding::new(Weight::RestartWaits, format!("{}; a restart is pending: {what}", online_of(&next)))
-        }),
-    );
+    findings.extend(if_true(Weight::AgentsAway, &agents_missing));
+    let waits = (restart.reason == WAITS).then(|| format!("a restart is pending: {}", restart.message));
+    let stopped = members.and_then(|members| members.report(0)?.stopped_queues.clone());
+    for (weight, words) in [(Weight::RestartWaits, waits), (Weight::QueueStopped, stopped)] {
+        let words = words.filter(|_| complete).map(|words| format!("{}; {words}", online_of(&next)));
+        findings.extend(words.map(|words| Finding::new(weight, words)));
+    }
     let is_stand_in = seen.reports.values().any(|report| report.flux_version.as_deref() == Some(STAND_IN));
     // Nobody may take an instance without Flux for a real one.
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     let ready = if lead_online { "LeadOnline" } else { "LeadNotOnline" };
     let progressing = if complete { "Complete" } else { "NodesToCome" };
-    for (type_, Value { is_true, reason, message: text }) in [
-        ("Ready", Value { is_true: lead_online, reason: ready, message: message.clone() }),
-        ("Progressing", Value { is_true: !complete, reason: progressing, message: message.clone() }),
+    for (type_, ConditionValue { is_true, reason, message: text }) in [
+        ("Ready", ConditionValue { is_true: lead_online, reason: ready, message: message.clone() }),
+        ("Progressing", ConditionValue { is_true: !complete, reason: progressing, message: message.clone() }),
         ("Degraded", degraded(obstacle, cores_lost, standing, &message)),
         (CONDITION_CERTIFICATE_MISSING, certificate_missing(seen)),
         (CONDITION_SCALE_DENIED, scale),
         (CONDITION_RESTART_PENDING, restart),
-        (CONDITION_NOT_APPLIED, unapplied),
-        (CONDITION_AGENTS_MISSING, agentless),
+        (CONDITION_NOT_APPLIED, not_applied),
+        (CONDITION_AGENTS_MISSING, agents_missing),
     ] {
         set_condition(&mut next.conditions, type_, is_true, reason, &text, generation, now);
     }
@@ -214,13 +214,18 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
 }
 
 /// Condition Degraded.
-fn degraded(obstacle: Option<&Obstacle>, cores_lost: Option<&str>, standing: Standing, message: &str) -> Value {
+fn degraded(
+    obstacle: Option<&Obstacle>,
+    cores_lost: Option<&str>,
+    standing: Standing,
+    message: &str,
+) -> ConditionValue {
     match (obstacle, cores_lost) {
-        (Some(Obstacle::Problem { reason, message }), _) => Value::yes(reason, message.as_str()),
-        _ if standing.shut_down => Value::yes(SHUT_DOWN_REASON, SHUT_DOWN_MESSAGE),
-        _ if standing.established && !standing.lead_online => Value::yes("LeadNotOnline", message),
-        (_, Some(lost)) => Value::yes(CORES_LOST, lost),
-        _ => Value::no("AsExpected"),
+        (Some(Obstacle::Problem { reason, message }), _) => ConditionValue::yes(reason, message.as_str()),
+        _ if standing.shut_down => ConditionValue::yes(SHUT_DOWN_REASON, SHUT_DOWN_MESSAGE),
+        _ if standing.established && !standing.lead_online => ConditionValue::yes("LeadNotOnline", message),
+        (_, Some(lost)) => ConditionValue::yes(CORES_LOST, lost),
+        _ => ConditionValue::no("AsExpected"),
     }
 }
 
@@ -242,16 +247,17 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
 }
 
 /// One sentence on how many nodes are online, with the message of the offline member that matters most: a lead that the
-/// others don't reach, else the first that has failed, else the first whose Node still exists, else the first.
+/// others don't reach, else the first that has failed, else the first; one whose Node is gone comes after all others.
 fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus) -> String {
     let Some(Planned { roster, members }) = planned else { return "no roster yet".to_owned() };
     let has_failed = |(_, member): &(_, &Member)| {
         seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed)
     };
     let is_unreachable = |rank| rank == 0 && members.is_lead_silent();
-    let is_gone = |rank| gone::message(members, roster, rank).is_some();
+    // The remedy for a lead whose Node is gone must show.
+    let is_gone = |(rank, member): &(u32, &Member)| *rank != 0 && member.gone_since.is_some();
     let first =
-        offline(roster, members).min_by_key(|found| (!is_unreachable(found.0), !has_failed(found), is_gone(found.0)));
+        offline(roster, members).min_by_key(|found| (!is_unreachable(found.0), is_gone(found), !has_failed(found)));
     let detail = first.map(|(rank, member)| {
         let report = seen.reports.get(&member.node);
         let unreachable = match (is_unreachable(rank), members.is_ready(rank)) {
@@ -449,6 +455,14 @@ mod tests {
             told,
             "2 of 2 nodes online; a restart is pending: maxSize 64 -> 8; waits for the jobs on ranks 1 to end"
         );
+    }
+
+    #[test]
+    fn a_stopped_queue_is_in_the_message() {
+        let mut world = World::up(2);
+        let stopped = "queue batch is stopped; `flux queue start batch` starts it";
+        world.reports.get_mut("node1").unwrap().stopped_queues = Some(stopped.to_owned());
+        assert_eq!(status_of(&world).message.unwrap(), format!("2 of 2 nodes online; {stopped}"));
     }
 
     #[test]

@@ -101,8 +101,7 @@ impl Trial<'_> {
             }
         }
         let python = python(self.environment);
-        let core =
-            python.iter().flat_map(|python| python.directories()).map(|directory| directory.join("_flux/_core.so"));
+        let core = python.iter().flat_map(Python::directories).map(|directory| directory.join("_flux/_core.so"));
         for module in MODULES.iter().map(PathBuf::from).chain(core) {
             for name in LIBRARIES.map(|lib| Path::new(lib).join(&module)) {
                 let module = self.environment.join(&name);

@@ -5,6 +5,7 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     process::ExitCode,
+    time::Duration,
 };
 
 use crate::{
@@ -13,10 +14,11 @@ use crate::{
     status::summary::Summary,
 };
 use api::BROKER_URI;
-use broker::{rfc3::RpcError, status::status as broker_status};
+use broker::{queues::queues, rfc3::RpcError, status::status as broker_status};
 use host::{NsHost, enter, users::User};
 use hostapi::{HostError, HostView, look};
 use packages::OutputFormat;
+use tokio::time::timeout;
 
 /// Why a command could not be run.
 #[derive(Debug, thiserror::Error)]
@@ -121,6 +123,9 @@ fn view() -> Result<HostView, EnterError> {
     Ok(runtime.block_on(look(&NsHost::open()?))?)
 }
 
+/// Limit for the question for the queues, as for the other questions to the lead.
+const QUEUES_WITHIN: Duration = Duration::from_secs(5);
+
 /// Prints what the broker says over its own socket.
 ///
 /// # Errors
@@ -133,14 +138,13 @@ pub async fn status(arguments: StatusArguments) -> Result<ExitCode, EnterError> 
         Ok(host) => look(&host).await.ok(),
         Err(_) => None,
     };
+    // Only the lead knows the queues.
     let queues = match &status.instance {
-        Some(_) => broker::queues::queues(&client).await.unwrap_or_default(),
-        // The lead does not answer, and it alone knows the queues.
-        None => Vec::new(),
+        Some(_) => timeout(QUEUES_WITHIN, queues(&client)).await.ok().and_then(Result::ok),
+        None => None,
     };
-    let stopped: Vec<_> = queues.into_iter().filter(|queue| !queue.start).collect();
     let roster = host.as_ref().and_then(host_roster);
-    let summary = Summary::of(&status, &stopped, roster.as_ref());
+    let summary = Summary::of(&status, queues, roster.as_ref());
     let text = match arguments.output {
         OutputFormat::Text => summary.text(),
         OutputFormat::Json => {

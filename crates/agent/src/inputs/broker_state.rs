@@ -19,6 +19,7 @@ use api::{BROKER_RUN_DIR, IdSet, RUN_DIR};
 use bridge::Occupancy;
 use broker::{
     pending::{Pending, pending},
+    queues::{Queue, queues},
     rfc3::{Client, RpcError},
     status::{Change, InstanceStatus, attribute, instance, online, online_line, state, watch as changes},
 };
@@ -57,6 +58,8 @@ pub struct BrokerState {
     pub pending: Option<Pending>,
     /// Lead only: the job that has been first in the queue since then, although what it asks for was free.
     pub fits_since: Option<(u64, Instant)>,
+    /// Lead only: the queues that start no jobs ([`Queue::stopped`]).
+    pub stopped_queues: Vec<String>,
     /// Since when the lead has not answered this broker, or has not counted it as online. On a half-open connection, the broker
     /// itself sees no error (flux-core #6626).
     pub lead_unreachable_since: Option<Instant>,
@@ -271,14 +274,25 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
             Some(instance) => (occupancy.ask(instance).await.ok(), pending(client, instance).await.ok()),
             None => (None, None),
         };
+        let stopped_queues = match &instance {
+            Some(_) => queues(client).await.unwrap_or_default().iter().filter_map(Queue::stopped).collect(),
+            None => Vec::new(),
+        };
         let before = sender.borrow().state.clone();
         let state = state(client).await;
         sender.send_if_modified(|live| {
             let next = match state {
                 Ok(state) => {
                     let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
-                    let mut next =
-                        BrokerState { instance, occupied, pending, fits_since, silent_since: None, ..live.clone() };
+                    let mut next = BrokerState {
+                        instance,
+                        occupied,
+                        pending,
+                        fits_since,
+                        stopped_queues,
+                        silent_since: None,
+                        ..live.clone()
+                    };
                     // An event that came while the answer was under way may be newer.
                     if live.state == before {
                         next.enter(state.state);

@@ -105,6 +105,7 @@ pub fn node_status(
         pending_nodes: inputs.broker.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
         pods: inputs.pods.clone().filter(|_| is_lead),
         held_back_job: inputs.broker.fits_since.filter(|_| is_lead).and_then(|held| held_back(held, inputs.at)),
+        stopped_queues: Some(inputs.broker.stopped_queues.join("; ")).filter(|queues| is_lead && !queues.is_empty()),
         drained: instance.map(|instance| drains::in_effect(wanted_drains, &instance.drained)),
         // While the broker is stopped for the next epoch, the planner needs what it had drained.
         drained_by_others: match instance {

@@ -23,13 +23,14 @@ pub struct Summary<'a> {
     /// Members that are not online. None: the lead does not answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     away: Option<IdSet>,
-    /// Queues whose pending jobs are not started.
-    stopped_queues: &'a [Queue],
+    /// The queues that start no jobs ([`Queue::stopped`]). None: the lead does not answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stopped_queues: Option<Vec<String>>,
 }
 
 impl<'a> Summary<'a> {
     /// `roster` is the host's copy, which may lack members that have joined since; every online rank counts as a member.
-    pub fn of(broker: &'a BrokerStatus, stopped_queues: &'a [Queue], roster: Option<&'a Roster>) -> Self {
+    pub fn of(broker: &'a BrokerStatus, queues: Option<Vec<Queue>>, roster: Option<&'a Roster>) -> Self {
         let names = hostlist::decode(&broker.hostlist);
         let is_spare = |rank: &u32| match roster {
             Some(roster) => roster.member(*rank).is_none(),
@@ -46,6 +47,7 @@ impl<'a> Summary<'a> {
         };
         let member = roster.and_then(|roster| roster.member(broker.rank));
         let node = member.map_or(broker.broker_name.as_str(), |member| &member.node);
+        let stopped_queues = queues.map(|queues| queues.iter().filter_map(Queue::stopped).collect());
         Self { broker, node, spares, away, stopped_queues }
     }
 
@@ -85,7 +87,7 @@ impl<'a> Summary<'a> {
                 ("drained", format!("{ranks} {}: {}", drained.ranks, drained.reason))
             }));
         }
-        lines.extend(self.stopped_queues.iter().map(|queue| ("queue", stopped(queue))));
+        lines.extend(self.stopped_queues.iter().flatten().map(|stopped| ("queue", stopped.clone())));
         lines.iter().fold(String::new(), |mut text, (what, words)| {
             let _ = writeln!(text, "{what:<8} {words}");
             text
@@ -108,16 +110,6 @@ impl<'a> Summary<'a> {
         let nobody_is_away = self.away.as_ref().map_or_else(are_spares, IdSet::is_empty);
         if overlay.status == "partial" && nobody_is_away { "full" } else { &overlay.status }
     }
-}
-
-/// Flux gives a named queue no reason until somebody starts it for the first time (flux-config-queues(5)).
-fn stopped(queue: &Queue) -> String {
-    let (name, start) = match &queue.name {
-        Some(name) => (format!("{name} is stopped"), format!("flux queue start {name}")),
-        None => ("stopped".to_owned(), "flux queue start".to_owned()),
-    };
-    let why = queue.stop_reason.as_deref().filter(|why| !why.is_empty());
-    format!("{name}{}; `{start}` starts it", why.map(|why| format!(": {why}")).unwrap_or_default())
 }
 
 fn common(a: &IdSet, b: &IdSet) -> IdSet {
@@ -173,7 +165,7 @@ mod tests {
             ("the lead is silent", "partial", None, Some(&two), ["full", "the lead does not answer", "2 ranks (2-3)"]),
         ] {
             let broker = broker(overlay, online);
-            let text = Summary::of(&broker, &[], roster).text();
+            let text = Summary::of(&broker, None, roster).text();
             let line = |what: &str| text.lines().find(|line| line.starts_with(what)).unwrap_or_default();
             for (name, words) in ["overlay", "members", "spares"].into_iter().zip(expected) {
                 assert!(line(name).contains(words), "{what}: {text}");
@@ -184,7 +176,7 @@ mod tests {
     #[test]
     fn an_instance_without_spares_says_nothing_of_them() {
         let all = roster(4, &[("node1", 2), ("node2", 2), ("node3", 2), ("node4", 2)]);
-        let text = Summary::of(&broker("full", Some("0-3")), &[], Some(&all)).text();
+        let text = Summary::of(&broker("full", Some("0-3")), None, Some(&all)).text();
         assert!(!text.contains("spare"), "{text}");
     }
 
@@ -193,22 +185,16 @@ mod tests {
         let mut broker = broker("full", None);
         (broker.rank, broker.broker_name) = (2, "flux-spare-2".to_owned());
         let roster = roster(4, &[("node1", 2), ("node2", 2), ("node3", 2)]);
-        assert!(Summary::of(&broker, &[], Some(&roster)).text().starts_with("broker   node3 (rank 2 of 4)"));
+        assert!(Summary::of(&broker, None, Some(&roster)).text().starts_with("broker   node3 (rank 2 of 4)"));
     }
 
     #[test]
-    fn a_stopped_queue_is_named_with_the_command_that_starts_it() {
-        let queue = |name: Option<&str>, why: Option<&str>| Queue {
-            name: name.map(str::to_owned),
-            stop_reason: why.map(str::to_owned),
-            ..Queue::default()
-        };
-        for (queue, expected) in [
-            (queue(Some("batch"), None), "queue    batch is stopped; `flux queue start batch` starts it\n"),
-            (queue(None, Some("maintenance")), "queue    stopped: maintenance; `flux queue start` starts it\n"),
-        ] {
-            let text = Summary::of(&broker("full", Some("0-3")), &[queue], None).text();
-            assert!(text.ends_with(expected), "{text}");
-        }
+    fn a_stopped_queue_is_named() {
+        let queues = vec![
+            Queue { name: Some("batch".to_owned()), ..Queue::default() },
+            Queue { start: true, ..Queue::default() },
+        ];
+        let text = Summary::of(&broker("full", Some("0-3")), Some(queues), None).text();
+        assert!(text.ends_with("\nqueue    queue batch is stopped; `flux queue start batch` starts it\n"), "{text}");
     }
 }

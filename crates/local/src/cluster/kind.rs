@@ -12,7 +12,7 @@ use crate::error::{Context, LocalError};
 #[derive(clap::Args, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Kind {
     /// Show only this many cores [default: the machine's]
-    #[arg(long, value_parser = cores)]
+    #[arg(long, value_parser = parse_cores)]
     pub(crate) cores: Option<u32>,
     /// Show this many GPUs
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=16))]
@@ -31,16 +31,19 @@ pub struct Kind {
 
 /// A `--cores` that no node can show.
 #[derive(Debug, thiserror::Error)]
-#[error("a node shows 1 to {0} cores, since this machine has {1}")]
-struct NotCores(u32, u32);
+#[error("a node can show 1 to {most} cores: this process may use {machine}, and a node shows at most {MAX_CORES}")]
+struct CoresOutOfRange {
+    most: u32,
+    machine: u32,
+}
 
 /// The most cores that a node can show, as the masks in its /sys are written as one word.
 const MAX_CORES: u32 = 32;
 
-fn cores(text: &str) -> Result<u32, NotCores> {
+fn parse_cores(text: &str) -> Result<u32, CoresOutOfRange> {
     let machine = machine_cpus();
     let most = machine.min(MAX_CORES);
-    text.parse().ok().filter(|cores| (1..=most).contains(cores)).ok_or(NotCores(most, machine))
+    text.parse().ok().filter(|cores| (1..=most).contains(cores)).ok_or(CoresOutOfRange { most, machine })
 }
 
 /// Number of CPUs of this machine that this process may use.
@@ -120,10 +123,10 @@ mod tests {
 
     #[test]
     fn a_node_shows_no_more_cores_than_the_machine_has() {
-        assert_eq!(cores("1").unwrap(), 1);
+        assert_eq!(parse_cores("1").unwrap(), 1);
         for text in ["0", "-1", "two", &(u64::from(machine_cpus()) + 1).to_string()] {
-            let refused = cores(text).unwrap_err().to_string();
-            assert!(refused.contains(&format!("this machine has {}", machine_cpus())), "{text}: {refused}");
+            let refused = parse_cores(text).unwrap_err().to_string();
+            assert!(refused.contains(&format!("this process may use {}", machine_cpus())), "{text}: {refused}");
         }
     }
 }

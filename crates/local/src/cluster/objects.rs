@@ -22,7 +22,7 @@ use serde_json::json;
 
 use super::{
     io::read_line,
-    kind::{self, Kind},
+    kind::{Kind, machine_cpus},
     layout::{Cluster, Layout},
 };
 use crate::error::{Context, LocalError};
@@ -104,7 +104,7 @@ pub(crate) async fn report(
     let now = Time(Timestamp::now());
     let address = |kind: &str, address: String| NodeAddress { type_: kind.to_owned(), address };
     let capacity: std::collections::BTreeMap<String, Quantity> = [
-        ("cpu".to_owned(), Quantity(kind.cores.unwrap_or_else(kind::machine_cpus).to_string())),
+        ("cpu".to_owned(), Quantity(kind.cores.unwrap_or_else(machine_cpus).to_string())),
         ("memory".to_owned(), Quantity(format!("{}Mi", facts::memory_mib(&Root::host())))),
         ("pods".to_owned(), Quantity("110".to_owned())),
     ]
