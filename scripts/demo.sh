@@ -19,6 +19,7 @@ remedies="BUNDLE=FILE|URL (\`flux-distribute bundle create\` makes one on a mach
 
 fail() { echo "demo: $*" >&2; exit 2; }
 
+[ -z "${BUNDLE:-}" ] || [ -z "${CHANNEL:-}" ] || fail "BUNDLE and CHANNEL are both given: give one of them"
 [[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "NODES is \"$nodes\", not a number of nodes"
 
 # Root is needed for namespaces, cgroups and links.
@@ -67,7 +68,7 @@ missing() {
         "") ;;
         http://* | https://*) answers "$BUNDLE" || unreachable "$BUNDLE"; return ;;
         *)
-            [ -f "${BUNDLE#file://}" ] || { echo "there is no bundle $BUNDLE"; return; }
+            [ -f "${BUNDLE#file://}" ] || { echo "there is no bundle $(realpath -m "${BUNDLE#file://}")"; return; }
             [ "$(head -c 2 "${BUNDLE#file://}" | od -An -tx1 | tr -d ' ')" = 1f8b ] || echo "$BUNDLE is no .tar.gz"
             return ;;
     esac
@@ -164,6 +165,8 @@ if [ -z "$why" ]; then
         done
         run local pods
         run local exec node1 -- flux jobs
+        echo "The job and the gang hold all cores for two minutes; \`flux cancel --all\` in a node ends both."
+        echo "One core of each node is kept for pods of other schedulers, so that jobs have $cores of them."
     else
         echo "No pods run in this demo: a gang of three beside a job needs 4 cores, and the nodes have $cores together."
     fi

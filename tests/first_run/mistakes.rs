@@ -80,6 +80,14 @@ fn a_truncated_bundle_behind_a_url_is_reported_before_anything_starts() {
 }
 
 #[test]
+fn a_bundle_that_would_not_be_installed_is_refused() {
+    let Some(place) = Place::new() else { return };
+    let bundle = place.bundle();
+    let words = "--flux none installs no Flux: leave out --bundle";
+    is_refused(&place, &["--flux", "none", "--bundle", bundle.to_str().unwrap()], words);
+}
+
+#[test]
 fn a_permanent_failure_of_a_node_ends_up_at_once_and_removes_the_cluster() {
     let Some(place) = Place::new() else { return };
     let url = serve(fs::read(place.bundle()).unwrap());

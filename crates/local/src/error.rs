@@ -45,7 +45,7 @@ pub enum LocalError {
     #[error("there is no node {0}; see `flux-distribute local status`")]
     NoNode(String),
     /// The node is off.
-    #[error("{0} is powered off")]
+    #[error("{0} is powered off; `flux-distribute local node {0} power-on` boots it")]
     PoweredOff(String),
     /// The node's agent has ended, and was not started again yet.
     #[error("no agent runs on {0} at the moment; try again")]

@@ -58,7 +58,7 @@ fn pointed_to(path: &Path) -> io::Result<Option<PathBuf>> {
     if !link.is_symlink() {
         return Ok(None);
     }
-    // Whoever made it may lead it elsewhere before each look.
+    // Its owner can point it elsewhere between two looks.
     if !is_trusted(link.uid()) {
         let words = format!("it is a symlink that the user with uid {} has made; name another file", link.uid());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, words));

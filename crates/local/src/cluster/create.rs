@@ -53,7 +53,8 @@ pub(crate) async fn run(layout: &Layout, file: &Path) -> Result<(), LocalError> 
             }
             made => made.context(failed)?,
         };
-        print_line(&format!("{} {} created", types.kind, made.metadata.name.unwrap_or_default()))?;
+        let note = if types.kind == "Job" { "; local mode makes no pods of it" } else { "" };
+        print_line(&format!("{} {} created{note}", types.kind, made.metadata.name.unwrap_or_default()))?;
     }
     Ok(())
 }

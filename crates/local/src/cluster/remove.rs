@@ -42,7 +42,9 @@ pub(crate) fn describe(node: &str, held: Option<Held>) -> String {
              unless --force is given: it is certainly gone"
         ),
         Some(Held { retain, .. }) => {
-            format!("{node} is removed; its rank is kept for it for {retain} (spec.ranks.retain)")
+            format!(
+                "{node} is removed; its rank is kept for {retain} (spec.ranks.retain), and no new node gets it before, not even one of the same name"
+            )
         }
     }
 }
@@ -56,7 +58,10 @@ mod tests {
         let held = |rank| Some(Held { rank, retain: "1h".to_owned() });
         let lead = describe("node1", held(0));
         assert!(lead.contains("it was the lead") && lead.contains("recover --lead NODE --from DUMP"), "{lead}");
-        assert_eq!(describe("node5", held(4)), "node5 is removed; its rank is kept for it for 1h (spec.ranks.retain)");
+        assert_eq!(
+            describe("node5", held(4)),
+            "node5 is removed; its rank is kept for 1h (spec.ranks.retain), and no new node gets it before, not even one of the same name"
+        );
         assert_eq!(describe("node5", None), "node5 is removed");
     }
 }

@@ -159,6 +159,10 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
         // The test's agent installs nothing.
         return Ok(None);
     }
+    if up.flux == Flux::None && (up.bundle.is_some() || !up.channel.is_empty() || !up.spec.is_empty()) {
+        let words = "--flux none installs no Flux: leave out --bundle, --channel and --spec";
+        return Err(LocalError::Usage(words.to_owned()));
+    }
     let is_named = spec.packages != Packages::default();
     // Without waiting, a source that the user names may become available later.
     let ask_servers = !(up.no_wait && is_named);
