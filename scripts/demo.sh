@@ -63,12 +63,12 @@ unreachable() { # URL
 
 # What is wrong with the source, if anything can be seen from here; `local up` looks more closely.
 missing() {
-    local channel=${CHANNEL:-https://conda.anaconda.org/conda-forge}
+    local channel=${CHANNEL:-https://conda.anaconda.org/conda-forge} in=
     case ${BUNDLE:-} in
         "") ;;
         http://* | https://*) answers "$BUNDLE" || unreachable "$BUNDLE"; return ;;
         *)
-            [ -f "${BUNDLE#file://}" ] || { echo "there is no bundle $(realpath -m "${BUNDLE#file://}")"; return; }
+            [ -f "${BUNDLE#file://}" ] || { [[ $BUNDLE == /* || $BUNDLE == file://* ]] || in=" in $PWD"; echo "there is no bundle $BUNDLE$in"; return; }
             [ "$(head -c 2 "${BUNDLE#file://}" | od -An -tx1 | tr -d ' ')" = 1f8b ] || echo "$BUNDLE is no .tar.gz"
             return ;;
     esac

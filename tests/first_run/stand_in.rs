@@ -101,7 +101,7 @@ fn the_status_does_not_show_a_removed_lead_and_names_the_remedy() {
     let first = shown.lines().next().unwrap_or_default();
     assert!(first.starts_with("INSTANCE  Degraded: ") && first.contains("reset --lead NODE"), "{shown}");
     let other = place.must(&["remove-node", "node3"]);
-    assert!(other.contains("node3 is removed; its rank is kept for it for 10m (spec.ranks.retain)"), "{other}");
+    assert!(other.contains("node3 is removed; its rank is kept for 10m (spec.ranks.retain)"), "{other}");
     until("the lead to be missed", || {
         let node = server.nodes().into_iter().find(|node| node.name_any() == "node1")?;
         (node.spec.lost_by_lead && node.spec.reason?.contains("reset --lead NODE")).then_some(())
