@@ -212,6 +212,23 @@ async fn a_time_that_can_not_be_represented_stops_no_planner() {
         instance.status.is_some_and(|status| Some(status.observed_generation) == instance.metadata.generation)
     })
     .await;
+    // In the status of our own objects, the API server refuses those that no client reads.
+    let kind = ApiResource::erase::<FluxInstance>(&());
+    let instances = Api::<DynamicObject>::namespaced_with(agent(&case).await, NAMESPACE, &kind);
+    for time in ["9999-12-31t23:59:59z", "2026-02-30T00:00:00Z", "2100-02-29T00:00:00Z", "2026-01-01T00:00:00+99:00"] {
+        let condition =
+            json!({"type": "A", "status": "True", "reason": "B", "message": "", "lastTransitionTime": time});
+        // The planner writes it meanwhile.
+        let (code, words) = loop {
+            let mut instance = instances.get(INSTANCE).await.unwrap();
+            instance.data["status"]["conditions"] = json!([condition]);
+            match refused(instances.replace_status(INSTANCE, &PostParams::default(), &instance).await, time) {
+                (409, _) => {}
+                answer => break answer,
+            }
+        };
+        assert!(code == 422 && words.contains("lastTransitionTime"), "{time}: {words}");
+    }
     let restored = json!({"metadata": {"managedFields": [{}]}});
     let _: Result<Node, _> = nodes.patch("node1", &PatchParams::default(), &Patch::Merge(restored)).await;
 }

@@ -19,6 +19,7 @@ pub mod packed;
 mod resources;
 mod roster;
 pub mod rules;
+mod times;
 mod values;
 
 pub use finding::*;

@@ -253,6 +253,7 @@ pub struct LeadFailed {
 /// State of the node. Its own agent writes it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
+#[schemars(transform = crate::times::only_utc)]
 pub struct FluxNodeStatus {
     /// State of the node: `Waiting`, `Preflight`, `Installing`, `Starting`, `Online`, `Draining`, `Offline`, `Removing` or
     /// `Failed`.

@@ -1,8 +1,9 @@
 //! The side of Flux: the lead's broker, its queues and its jobs.
 
-use std::{pin::Pin, sync::Arc};
+use std::{pin::Pin, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt};
+use tokio::time::timeout;
 use tracing::{info, warn};
 
 use base::error_chain;
@@ -20,6 +21,9 @@ use pods::{
 
 /// The events that say what becomes of a job.
 const EVENTS: [&str; 7] = ["submit", "urgency", "alloc", "finish", "exception", "free", "clean"];
+
+/// Limit for a note about the queues: the bridge has to renew its Lease.
+const NOTE_WITHIN: Duration = Duration::from_secs(3);
 
 /// A connection to the lead's broker.
 pub(crate) struct Flux {
@@ -82,8 +86,13 @@ impl Flux {
         let is_in_run = state(&self.client).await?.state == "run";
         self.in_run_since = is_in_run.then(|| self.in_run_since.unwrap_or(now));
         let mut all = if is_in_run { queues::queues(&self.client).await? } else { Vec::new() };
-        if is_in_run && let Err(error) = keep_note(&self.client, &self.started, &mut all, &mut self.noted).await {
-            warn!(error = error_chain(&error), "can't note which queues a restart has stopped");
+        if is_in_run {
+            let kept = timeout(NOTE_WITHIN, keep_note(&self.client, &self.started, &mut all, &mut self.noted));
+            match kept.await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => warn!(error = error_chain(&error), "can't note which queues a restart has stopped"),
+                Err(_) => warn!("can't note in time which queues a restart has stopped"),
+            }
         }
         let queues = if is_in_run { Queues::of(&all) } else { Queues::Offline };
         let accepts_jobs = all.iter().any(|queue| queue.enable);

@@ -10,7 +10,7 @@ use super::{
     job_id::JobId,
     message::{ANY, ENOENT, LEAD},
     rfc3::{Client, RpcError},
-    status::parse,
+    status::{parse, state},
 };
 
 /// Why a queue is stopped if no scheduler is online (job-manager queues.c).
@@ -68,10 +68,18 @@ impl Queue {
         };
         let why = self.stop_reason.as_deref().filter(|why| !why.is_empty());
         Some(match why.map(|why| why.chars().take(LONGEST_REASON).collect::<String>()) {
-            Some(why) if why == STOPPED_BY_RESTART || why.starts_with(OURS) => format!("{queue} is stopped: {why}"),
+            Some(why) if why.starts_with(OURS) => format!("{queue} is stopped: {why}"),
+            Some(why) if why == STOPPED_BY_RESTART => format!(
+                "{queue} is stopped: {why}; it starts by itself if spec.pods.enabled is true, else `{start}` starts it"
+            ),
             Some(why) => format!("{queue} is stopped: {why}; `{start}` starts it"),
             None => format!("{queue} is stopped; `{start}` starts it"),
         })
+    }
+
+    /// True if this program has stopped it.
+    pub fn is_stopped_by_us(&self) -> bool {
+        !self.start && self.stop_reason.as_deref().is_some_and(|why| why.starts_with(OURS))
     }
 
     fn is_stopped_without_reason(&self) -> bool {
@@ -165,7 +173,8 @@ pub async fn start(client: &Client, reasons: &[&str]) -> Result<Vec<Queue>, Queu
 
 /// Keeps the note about queues that a restart has stopped as they are: `all` are the queues, just asked for, and `noted` is what the
 /// last call left, in this life of the lead's broker; `life` is its attribute `broker.starttime`. Queues that a restart has
-/// stopped in an earlier life get that reason again, also in `all`. Does nothing while the scheduler is offline.
+/// stopped in an earlier life get that reason again, also in `all`. Does nothing while the scheduler is offline, and while the
+/// broker ends, when rc1 has stopped all queues.
 ///
 /// # Errors
 /// [`QueueError`]. To be called again.
@@ -175,7 +184,8 @@ pub async fn keep_note(
     all: &mut [Queue],
     noted: &mut Option<StoppedByRestart>,
 ) -> Result<(), QueueError> {
-    if all.iter().any(Queue::is_scheduler_offline) {
+    // The state is asked for after the queues: whoever has stopped one without a reason was an administrator then.
+    if all.iter().any(Queue::is_scheduler_offline) || state(client).await?.state != "run" {
         return Ok(());
     }
     let before = match noted.take() {
@@ -190,17 +200,16 @@ pub async fn keep_note(
             switch(client, std::slice::from_ref(queue), &stop).await?;
         }
     }
-    // At the end of this life, a queue loses its reason before this is not called any more.
+    // What we have stopped since is recorded as it was before.
     let is_stopped = |queue: &&Queue| {
-        queue.stop_reason.as_deref() == Some(STOPPED_BY_RESTART)
-            || queue.is_stopped_without_reason() && was_stopped(queue)
+        queue.stop_reason.as_deref() == Some(STOPPED_BY_RESTART) || queue.is_stopped_by_us() && was_stopped(queue)
     };
     let queues: Vec<_> = all.iter().filter(is_stopped).map(|queue| queue.name.clone()).collect();
     let after = StoppedByRestart { life: life.to_owned(), queues };
     if after.queues != before.queues || after.life != before.life && !after.queues.is_empty() {
         // The record of an earlier life may say that they are stopped, which a crash would bring back.
         if all.iter().any(|queue| queue.start && was_stopped(queue)) {
-            write_record(client).await?;
+            write_record(client, all).await?;
         }
         ask(client, "kvs.commit", put(NOTE, &json!(after))).await?;
     }
@@ -233,18 +242,17 @@ fn value<T: DeserializeOwned>(answer: &Value) -> Option<T> {
 pub async fn ensure_recorded(client: &Client) -> Result<bool, QueueError> {
     match ask(client, "kvs.lookup", json!({ "key": CHECKPOINT, "namespace": "primary", "flags": 0 })).await {
         Ok(_) => Ok(false),
-        Err(error) if error.is(ENOENT) => write_record(client).await.map(|()| true),
+        Err(error) if error.is(ENOENT) => write_record(client, &visible(client).await?).await.map(|()| true),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Writes the job manager's record: the queues as they are.
-async fn write_record(client: &Client) -> Result<(), QueueError> {
+/// Writes the job manager's record of these queues.
+async fn write_record(client: &Client, queues: &[Queue]) -> Result<(), QueueError> {
     #[derive(Deserialize)]
     struct Info {
         max_jobid: JobId,
     }
-    let queues = visible(client).await?;
     let topic = "job-manager.getinfo";
     let Info { max_jobid } = parse(topic, ask(client, topic, Value::Null).await?)?;
     let queues: Vec<Value> = queues.iter().map(record).collect();
@@ -255,8 +263,11 @@ async fn write_record(client: &Client) -> Result<(), QueueError> {
 
 /// A queue in the job manager's record (queues.c `save_one`). Keys without a value are left out.
 fn record(queue: &Queue) -> Value {
-    let mut record = json!({ "enable": queue.enable, "start": queue.start });
-    let texts = [("name", &queue.name), ("disable_reason", &queue.disable_reason), ("stop_reason", &queue.stop_reason)];
+    // The job manager does not record that a queue was stopped with `nocheckpoint`, as we stop queues.
+    let start = queue.start || queue.is_stopped_by_us();
+    let mut record = json!({ "enable": queue.enable, "start": start });
+    let stop_reason = queue.stop_reason.clone().filter(|_| !start);
+    let texts = [("name", &queue.name), ("disable_reason", &queue.disable_reason), ("stop_reason", &stop_reason)];
     for (key, text) in texts {
         if let Some(text) = text {
             record[key] = json!(text);
@@ -342,7 +353,9 @@ mod tests {
             (stopped(None, text("repair")), text("the queue is stopped: repair; `flux queue start` starts it")),
             (
                 stopped(None, text(STOPPED_BY_RESTART)),
-                text("the queue is stopped: Automatically stopped due to restart"),
+                text(
+                    "the queue is stopped: Automatically stopped due to restart; it starts by itself if spec.pods.enabled is true, else `flux queue start` starts it",
+                ),
             ),
             (
                 stopped(None, text("flux-distribute: the epoch ends")),

@@ -31,10 +31,10 @@ pub enum Weight {
     NodesAway,
     /// Members have no agent: their brokers keep running, but no agent supervises them.
     AgentsAway,
-    /// A queue starts no jobs.
-    QueueStopped,
     /// A restart is pending, and goes on by itself.
     RestartWaits,
+    /// A queue starts no jobs.
+    QueueStopped,
     /// Everything is as the spec asks.
     Fine,
 }

@@ -1,10 +1,13 @@
 # Prints `lacks NAME` for each Python module that the sources in the directories argv[1:] import and this Python does not have,
 # `fails NAME: ERROR` for one that it has and can't import, and `version X.Y`. The sources themselves are not imported:
 # their libraries may still be those of another environment.
+import os
 import pathlib
 import re
 import sys
 
+# A Flux may bring them along.
+sys.path[:0] = [os.path.dirname(directory) for directory in sys.argv[1:]]
 print("version %d.%d" % sys.version_info[:2])
 sources = [path.read_text(errors="replace") for directory in sys.argv[1:] for path in pathlib.Path(directory).rglob("*.py")]
 for name in ("cffi", "ply", "yaml"):

@@ -100,17 +100,19 @@ impl Trial<'_> {
                 self.trace(name, &program, None)?;
             }
         }
-        let python = python(self.environment);
-        let core = python.iter().flat_map(Python::directories).map(|directory| directory.join("_flux/_core.so"));
-        for module in MODULES.iter().map(PathBuf::from).chain(core) {
-            for name in LIBRARIES.map(|lib| Path::new(lib).join(&module)) {
-                let module = self.environment.join(&name);
-                if is_elf(&flux) && is_elf(&module) {
-                    self.trace(&name.to_string_lossy(), &flux, Some(&module))?;
-                }
+        for name in LIBRARIES.iter().flat_map(|lib| MODULES.map(|module| format!("{lib}/{module}"))) {
+            let module = self.environment.join(&name);
+            if is_elf(&flux) && is_elf(&module) {
+                self.trace(&name, &flux, Some(&module))?;
             }
         }
-        if let Some(python) = python {
+        if let Some(python) = python(self.environment).filter(|python| !self.is_of_a_set(&python.interpreter)) {
+            for name in python.directories().map(|directory| directory.join("_flux/_core.so")) {
+                let module = self.environment.join(&name);
+                if is_elf(&python.interpreter) && is_elf(&module) {
+                    self.trace(&name.to_string_lossy(), &python.interpreter, Some(&module))?;
+                }
+            }
             self.ask_python(&python);
         }
         if !self.lacking.is_empty() {
@@ -170,15 +172,9 @@ impl Trial<'_> {
     /// Asks the Python that Flux was built for which modules it has, and notes what it lacks.
     fn ask_python(&mut self, python: &Python) {
         let Python { version, interpreter } = python;
-        // Until the compiled prefix leads here, what is below it belongs to another environment, or does not exist.
-        if self.compiled_prefix.is_some_and(|prefix| interpreter.starts_with(prefix)) {
-            return;
-        }
-        let directories = LIBRARIES.iter().flat_map(|lib| python.directories().map(|path| Path::new(lib).join(path)));
         let mut command = command(interpreter);
-        command
-            .args(["-I", "-B", "-c", QUESTION])
-            .args(directories.map(|path| self.environment.join(path).join("flux")));
+        command.args(["-I", "-B", "-c", QUESTION]);
+        command.args(python.directories().map(|directory| self.environment.join(directory).join("flux")));
         let by = interpreter.display().to_string();
         match run(command) {
             Ok(Ended::Exited { code: 0, text }) => {
@@ -225,6 +221,11 @@ impl Trial<'_> {
         Ok(())
     }
 
+    /// True for what is below the compiled prefix: until that leads here, it belongs to another environment, or does not exist.
+    fn is_of_a_set(&self, path: &Path) -> bool {
+        self.compiled_prefix.is_some_and(|prefix| path.starts_with(prefix))
+    }
+
     /// Has `command` find the libraries of the environment, although the compiled prefix does not lead there yet.
     fn lead_to_environment(&self, command: &mut Command) {
         if self.compiled_prefix.is_some() {
@@ -251,10 +252,11 @@ struct Python {
 }
 
 impl Python {
-    /// Where Flux's modules may be, relative to each of [`LIBRARIES`].
-    fn directories(&self) -> [PathBuf; 2] {
+    /// Where Flux's modules may be, relative to the environment.
+    fn directories(&self) -> impl Iterator<Item = PathBuf> {
         let name = format!("python{}", self.version);
-        [Path::new("flux").join(&name), Path::new(&name).join("site-packages")]
+        let below = [Path::new("flux").join(&name), Path::new(&name).join("site-packages")];
+        LIBRARIES.into_iter().flat_map(move |lib| below.clone().map(|path| Path::new(lib).join(path)))
     }
 }
 

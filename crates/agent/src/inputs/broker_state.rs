@@ -11,7 +11,7 @@ use std::{
 use futures::StreamExt;
 use tokio::{
     sync::{Notify, broadcast, watch},
-    time::{interval, sleep, sleep_until},
+    time::{interval, sleep, sleep_until, timeout},
 };
 use tracing::debug;
 
@@ -32,6 +32,8 @@ use pods::occupied::Occupied;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Allocated and drained ranks change without an event on this socket, and a missed event is found again.
 pub const ASK_EVERY: Duration = Duration::from_secs(2);
+/// Limit for the question for the queues: what the broker itself says must not wait for them.
+const QUEUES_WITHIN: Duration = Duration::from_secs(5);
 /// Each node asks the lead whether it counts this broker as online, so this is rare.
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
 /// The event that the lead publishes to all every two seconds (flux-heartbeat(5)): its absence shows without a request.
@@ -275,14 +277,18 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
             None => (None, None),
         };
         let stopped_queues = match &instance {
-            Some(_) => queues(client).await.unwrap_or_default().iter().filter_map(Queue::stopped).collect(),
-            None => Vec::new(),
+            Some(_) => timeout(QUEUES_WITHIN, queues(client)).await.ok().and_then(Result::ok),
+            None => None,
         };
+        // What we stop ourselves, we start again within seconds, or the instance ends.
+        let stopped = |queue: &Queue| Some(queue).filter(|queue| !queue.is_stopped_by_us()).and_then(Queue::stopped);
+        let stopped_queues: Option<Vec<_>> = stopped_queues.map(|all| all.iter().filter_map(stopped).collect());
         let before = sender.borrow().state.clone();
         let state = state(client).await;
         sender.send_if_modified(|live| {
             let next = match state {
                 Ok(state) => {
+                    let stopped_queues = stopped_queues.unwrap_or_else(|| live.stopped_queues.clone());
                     let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
                     let mut next = BrokerState {
                         instance,
