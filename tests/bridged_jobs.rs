@@ -18,7 +18,7 @@ use broker::{
     journal::JobEvents,
     queues::{self, QueueError, STOPPED_BY_RESTART, StoppedByRestart, keep_note, queues},
     rfc3::Client,
-    status::{attribute, instance},
+    status::instance,
 };
 use pods::{
     constraint::Constraint,
@@ -315,8 +315,8 @@ async fn a_queue_that_a_restart_stopped_is_known_again_after_the_next_restart() 
     assert!(queues::ensure_recorded(&client).await.unwrap());
     // What the bridge does at each look.
     let look = async |client: &Client, noted: &mut Option<StoppedByRestart>| {
-        let (life, mut all) = (attribute(client, "broker.starttime").await.unwrap(), queues(client).await.unwrap());
-        keep_note(client, &life, &mut all, noted).await.unwrap();
+        let mut all = queues(client).await.unwrap();
+        keep_note(client, &mut all, noted).await.unwrap();
         let [queue] = &all[..] else { panic!("{all:?}") };
         assert_eq!(queue, &queues::queue(client, None).await.unwrap(), "Flux has it so");
         (queue.start, queue.stop_reason.clone())

@@ -38,8 +38,6 @@ pub(crate) struct Flux {
     in_run_since: Option<Millis>,
     /// Which queues a restart has stopped, as it is noted in the KVS.
     noted: Option<StoppedByRestart>,
-    /// The broker's attribute `broker.starttime`.
-    started: String,
 }
 
 impl Flux {
@@ -52,16 +50,7 @@ impl Flux {
         let journal = Box::pin(journal(&client, &EVENTS)?);
         let name = format!("{instance_id} {started}");
         let jobs = Jobs::of(client.uid());
-        Ok(Self {
-            client: Arc::new(client),
-            journal,
-            jobs,
-            is_whole: false,
-            name,
-            in_run_since: None,
-            noted: None,
-            started,
-        })
+        Ok(Self { client: Arc::new(client), journal, jobs, is_whole: false, name, in_run_since: None, noted: None })
     }
 
     /// Takes in the next item of the journal.
@@ -87,7 +76,7 @@ impl Flux {
         self.in_run_since = is_in_run.then(|| self.in_run_since.unwrap_or(now));
         let mut all = if is_in_run { queues::queues(&self.client).await? } else { Vec::new() };
         if is_in_run {
-            let kept = timeout(NOTE_WITHIN, keep_note(&self.client, &self.started, &mut all, &mut self.noted));
+            let kept = timeout(NOTE_WITHIN, keep_note(&self.client, &mut all, &mut self.noted));
             match kept.await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => warn!(error = error_chain(&error), "can't note which queues a restart has stopped"),

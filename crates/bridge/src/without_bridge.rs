@@ -13,7 +13,7 @@ use broker::{
     queues::{QueueError, is_scheduler_offline, keep_note, queues},
     resource_set::ResourceSet,
     rfc3::{Client, RpcError},
-    status::{InstanceStatus, attribute, instance},
+    status::{InstanceStatus, instance},
 };
 use pods::{
     jobs::{Jobs, NOTE},
@@ -125,10 +125,10 @@ pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueE
     }
     // Not before: a job that is pending would get its cores, only to lose them.
     if starts_queues {
-        let (life, mut noted) = (attribute(client, "broker.starttime").await?, None);
-        keep_note(client, &life, &mut queues(client).await?, &mut noted).await?;
+        let mut noted = None;
+        keep_note(client, &mut queues(client).await?, &mut noted).await?;
         start_queues(client).await?;
-        keep_note(client, &life, &mut queues(client).await?, &mut noted).await?;
+        keep_note(client, &mut queues(client).await?, &mut noted).await?;
     }
     Ok(())
 }

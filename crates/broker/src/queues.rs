@@ -5,12 +5,13 @@ use std::time::Duration;
 use base64::{Engine, prelude::BASE64_STANDARD};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
+use tokio::time::timeout;
 
 use super::{
     job_id::JobId,
     message::{ANY, ENOENT, LEAD},
     rfc3::{Client, RpcError},
-    status::{parse, state},
+    status::{LEAD_TIMEOUT, attribute, parse, state},
 };
 
 /// Why a queue is stopped if no scheduler is online (job-manager queues.c).
@@ -126,6 +127,11 @@ pub async fn queues(client: &Client) -> Result<Vec<Queue>, RpcError> {
     futures::future::try_join_all(names.iter().map(|name| queue(client, Some(name)))).await
 }
 
+/// All queues, for a report; None if the lead does not answer in the time that it has for other questions too.
+pub async fn queues_in_time(client: &Client) -> Option<Vec<Queue>> {
+    timeout(LEAD_TIMEOUT, queues(client)).await.ok()?.ok()
+}
+
 /// The queue of that name; None is the one of an instance without named queues.
 ///
 /// # Errors
@@ -172,15 +178,14 @@ pub async fn start(client: &Client, reasons: &[&str]) -> Result<Vec<Queue>, Queu
 }
 
 /// Keeps the note about queues that a restart has stopped as they are: `all` are the queues, just asked for, and `noted` is what the
-/// last call left, in this life of the lead's broker; `life` is its attribute `broker.starttime`. Queues that a restart has
-/// stopped in an earlier life get that reason again, also in `all`. Does nothing while the scheduler is offline, and while the
+/// last call left, in this life of the lead's broker. Queues that a restart has stopped in an earlier life get that reason
+/// again, also in `all`. Does nothing while the scheduler is offline, and while the
 /// broker ends, when rc1 has stopped all queues.
 ///
 /// # Errors
 /// [`QueueError`]. To be called again.
 pub async fn keep_note(
     client: &Client,
-    life: &str,
     all: &mut [Queue],
     noted: &mut Option<StoppedByRestart>,
 ) -> Result<(), QueueError> {
@@ -188,9 +193,9 @@ pub async fn keep_note(
     if all.iter().any(Queue::is_scheduler_offline) || state(client).await?.state != "run" {
         return Ok(());
     }
-    let before = match noted.take() {
-        Some(before) => before,
-        None => note(client).await?,
+    let (before, life) = match noted.take() {
+        Some(before) => (before.clone(), before.life),
+        None => (note(client).await?, attribute(client, "broker.starttime").await?),
     };
     let was_stopped = |queue: &Queue| before.queues.contains(&queue.name);
     if before.life != life {
@@ -205,7 +210,7 @@ pub async fn keep_note(
         queue.stop_reason.as_deref() == Some(STOPPED_BY_RESTART) || queue.is_stopped_by_us() && was_stopped(queue)
     };
     let queues: Vec<_> = all.iter().filter(is_stopped).map(|queue| queue.name.clone()).collect();
-    let after = StoppedByRestart { life: life.to_owned(), queues };
+    let after = StoppedByRestart { life, queues };
     if after.queues != before.queues || after.life != before.life && !after.queues.is_empty() {
         // The record of an earlier life may say that they are stopped, which a crash would bring back.
         if all.iter().any(|queue| queue.start && was_stopped(queue)) {
@@ -219,9 +224,15 @@ pub async fn keep_note(
 
 /// What an earlier life has noted; nothing if it can't be read.
 async fn note(client: &Client) -> Result<StoppedByRestart, RpcError> {
-    match ask(client, "kvs.lookup", json!({ "key": NOTE, "namespace": "primary", "flags": 0 })).await {
-        Ok(answer) => Ok(value(&answer).unwrap_or_default()),
-        Err(error) if error.is(ENOENT) => Ok(StoppedByRestart::default()),
+    let answer = lookup(client, NOTE).await?;
+    Ok(answer.as_ref().and_then(value).unwrap_or_default())
+}
+
+/// The answer to `kvs.lookup`; None if there is no such key.
+async fn lookup(client: &Client, key: &str) -> Result<Option<Value>, RpcError> {
+    match ask(client, "kvs.lookup", json!({ "key": key, "namespace": "primary", "flags": 0 })).await {
+        Ok(answer) => Ok(Some(answer)),
+        Err(error) if error.is(ENOENT) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -240,11 +251,11 @@ fn value<T: DeserializeOwned>(answer: &Value) -> Option<T> {
 /// # Errors
 /// [`QueueError`].
 pub async fn ensure_recorded(client: &Client) -> Result<bool, QueueError> {
-    match ask(client, "kvs.lookup", json!({ "key": CHECKPOINT, "namespace": "primary", "flags": 0 })).await {
-        Ok(_) => Ok(false),
-        Err(error) if error.is(ENOENT) => write_record(client, &visible(client).await?).await.map(|()| true),
-        Err(error) => Err(error.into()),
+    if lookup(client, CHECKPOINT).await?.is_some() {
+        return Ok(false);
     }
+    write_record(client, &visible(client).await?).await?;
+    Ok(true)
 }
 
 /// Writes the job manager's record of these queues.

@@ -5,7 +5,6 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     process::ExitCode,
-    time::Duration,
 };
 
 use crate::{
@@ -14,11 +13,10 @@ use crate::{
     status::summary::Summary,
 };
 use api::BROKER_URI;
-use broker::{queues::queues, rfc3::RpcError, status::status as broker_status};
+use broker::{queues::queues_in_time, rfc3::RpcError, status::status as broker_status};
 use host::{NsHost, enter, users::User};
 use hostapi::{HostError, HostView, look};
 use packages::OutputFormat;
-use tokio::time::timeout;
 
 /// Why a command could not be run.
 #[derive(Debug, thiserror::Error)]
@@ -123,9 +121,6 @@ fn view() -> Result<HostView, EnterError> {
     Ok(runtime.block_on(look(&NsHost::open()?))?)
 }
 
-/// Limit for the question for the queues, as for the other questions to the lead.
-const QUEUES_WITHIN: Duration = Duration::from_secs(5);
-
 /// Prints what the broker says over its own socket.
 ///
 /// # Errors
@@ -140,7 +135,7 @@ pub async fn status(arguments: StatusArguments) -> Result<ExitCode, EnterError> 
     };
     // Only the lead knows the queues.
     let queues = match &status.instance {
-        Some(_) => timeout(QUEUES_WITHIN, queues(&client)).await.ok().and_then(Result::ok),
+        Some(_) => queues_in_time(&client).await,
         None => None,
     };
     let roster = host.as_ref().and_then(host_roster);

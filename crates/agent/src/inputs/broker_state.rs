@@ -11,7 +11,7 @@ use std::{
 use futures::StreamExt;
 use tokio::{
     sync::{Notify, broadcast, watch},
-    time::{interval, sleep, sleep_until, timeout},
+    time::{interval, sleep, sleep_until},
 };
 use tracing::debug;
 
@@ -19,7 +19,7 @@ use api::{BROKER_RUN_DIR, IdSet, RUN_DIR};
 use bridge::Occupancy;
 use broker::{
     pending::{Pending, pending},
-    queues::{Queue, queues},
+    queues::{Queue, queues_in_time},
     rfc3::{Client, RpcError},
     status::{Change, InstanceStatus, attribute, instance, online, online_line, state, watch as changes},
 };
@@ -32,8 +32,6 @@ use pods::occupied::Occupied;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Allocated and drained ranks change without an event on this socket, and a missed event is found again.
 pub const ASK_EVERY: Duration = Duration::from_secs(2);
-/// Limit for the question for the queues: what the broker itself says must not wait for them.
-const QUEUES_WITHIN: Duration = Duration::from_secs(5);
 /// Each node asks the lead whether it counts this broker as online, so this is rare.
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
 /// The event that the lead publishes to all every two seconds (flux-heartbeat(5)): its absence shows without a request.
@@ -277,7 +275,7 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
             None => (None, None),
         };
         let stopped_queues = match &instance {
-            Some(_) => timeout(QUEUES_WITHIN, queues(client)).await.ok().and_then(Result::ok),
+            Some(_) => queues_in_time(client).await,
             None => None,
         };
         // What we stop ourselves, we start again within seconds, or the instance ends.
