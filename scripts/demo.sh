@@ -157,7 +157,7 @@ if [ -z "$why" ]; then
     cores=$("${sudo[@]}" "$binary" local exec node1 -- flux resource list -s free -no '{ncores}' | tail -n 1)
     if [ "$cores" -ge 4 ]; then
         run local exec node1 -- flux submit --job-name=host-job sleep 120
-        run local create example/pods-bare.yaml
+        run local apply example/pods-bare.yaml
         end=$((SECONDS + 120))
         until [ "$("${sudo[@]}" "$binary" local pods | grep -c ' Running ')" = 3 ]; do
             [ "$SECONDS" -lt "$end" ] || { run local pods >&2; fail "the gang of pods does not run"; }

@@ -81,6 +81,34 @@ fn nodes_with(cluster: &Cluster, words: &str) -> Vec<String> {
 }
 
 #[test]
+fn objects_are_made_changed_and_deleted_without_kubectl() {
+    let Some(cluster) = Cluster::up(1, &["--pods", "--cores", "2"]) else { return };
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let write = |label: &str| {
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "default", "labels": {"of": label}},
+            "spec": {"schedulerName": "flux", "containers": [{"name": "c", "image": "x", "command": ["sleep", "infinity"]}]},
+        });
+        let size = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
+            "metadata": {"name": "flux", "namespace": "flux-distribute"}, "spec": {"ranks": {"retain": "1h"}}});
+        fs::write(file.path(), format!("{pod}\n---\n{size}\n")).unwrap();
+    };
+    let run = |verb: &str| cluster.must(&[verb, file.path().to_str().unwrap()]);
+    write("a");
+    assert_eq!(run("apply").trim(), "Pod p created\nFluxInstance flux changed");
+    until_phase(&cluster, "p", "Running");
+    assert_eq!(run("apply").trim(), "Pod p unchanged\nFluxInstance flux unchanged");
+    write("b");
+    assert_eq!(run("apply").trim(), "Pod p changed\nFluxInstance flux unchanged");
+    assert_eq!(get(&cluster, "p").unwrap().metadata.labels.unwrap()["of"], "b");
+
+    fs::write(file.path(), "{apiVersion: v1, kind: Pod, metadata: {name: p, namespace: default}}").unwrap();
+    assert_eq!(run("delete").trim(), "Pod p deleted");
+    cluster.until("the end of the pod", || get(&cluster, "p").is_none().then_some(()));
+    assert_eq!(run("delete").trim(), "Pod p does not exist");
+}
+
+#[test]
 fn a_gang_of_pods_runs_beside_a_host_job_and_gives_its_cores_back() {
     let Some(cluster) = Cluster::up(4, &["--pods", "--cores", "1"]) else { return };
     let job = cluster.job(&["-N1", "-n1"]);
@@ -104,18 +132,11 @@ fn a_gang_of_pods_runs_beside_a_host_job_and_gives_its_cores_back() {
         assert!(shown.lines().any(is_shown), "{shown}");
     }
     let file = tempfile::NamedTempFile::new().unwrap();
-    for (text, words) in [
-        (
-            "{apiVersion: v1, kind: Pod, metadata: {name: g0, namespace: default}, spec: {containers: [{name: c, image: x}]}}",
-            "pods \"g0\" already exists",
-        ),
-        ("# flux-distribute\n\nwords", "it holds something that is not a Kubernetes object"),
-    ] {
-        fs::write(file.path(), text).unwrap();
-        let refused = cluster.run(&["create", file.path().to_str().unwrap()]);
-        let said = String::from_utf8_lossy(&refused.stderr);
-        assert!(!refused.status.success() && said.trim_end().ends_with(words), "{refused:?}");
-    }
+    fs::write(file.path(), "# flux-distribute\n\nwords").unwrap();
+    let refused = cluster.run(&["apply", file.path().to_str().unwrap()]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    let words = "it holds something that is not a Kubernetes object";
+    assert!(!refused.status.success() && said.trim_end().ends_with(words), "{refused:?}");
     nodes.sort();
     assert_eq!(nodes_with(&cluster, "gang-ends"), nodes, "each in its node");
     nodes.dedup();

@@ -2,9 +2,9 @@ use std::{path::PathBuf, process::ExitCode};
 
 use super::{
     cluster::{
-        container,
+        apply, container,
         control::{Client, Request, report_failure},
-        create, daemon, down, exec, init,
+        daemon, down, exec, init,
         io::print_line,
         kind::Kind,
         layout::Layout,
@@ -74,8 +74,13 @@ pub enum LocalCommand {
     },
     /// Restart all brokers at once; after `flux shutdown`, start the instance again. Running jobs are lost
     Restart,
-    /// Create the objects of a YAML file, such as pods; kubectl can do it too
-    Create {
+    /// Create the objects of a YAML file, such as pods, or change those that exist; kubectl can do it too
+    Apply {
+        /// The file
+        file: PathBuf,
+    },
+    /// Delete the objects of a YAML file; kubectl can do it too
+    Delete {
         /// The file
         file: PathBuf,
     },
@@ -228,7 +233,8 @@ impl LocalCommand {
                 restart::run(&layout).await?;
                 print_line("the instance restarts; `flux-distribute local status` shows when it is back")?;
             }
-            Self::Create { file } => create::run(&layout, &file).await?,
+            Self::Apply { file } => apply::apply(&layout, &file).await?,
+            Self::Delete { file } => apply::delete(&layout, &file).await?,
             Self::Pods => pods::run(&layout).await?,
             Self::Kubeconfig => {
                 layout.load()?;

@@ -14,7 +14,7 @@ pub enum LocalError {
     NotUp,
     /// The cluster has no FluxInstance.
     #[error(
-        "there is no FluxInstance; create one with `flux-distribute local create FILE`, or with kubectl and the kubeconfig of `flux-distribute local \
+        "there is no FluxInstance; create one with `flux-distribute local apply FILE`, or with kubectl and the kubeconfig of `flux-distribute local \
          kubeconfig`"
     )]
     NoInstance,

@@ -74,8 +74,7 @@ pub enum RenderError {
 /// # Errors
 /// If it is not TOML, has a table of [`OWN_TABLES`], or has a value in place of a table to which [`render`] adds keys.
 pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
-    let table: toml::Table =
-        text.parse().map_err(|error: toml::de::Error| ExtraError::NotToml(error.message().replace('\n', ", ")))?;
+    let table: toml::Table = text.parse().map_err(|error| ExtraError::NotToml(with_line(text, &error)))?;
     if let Some(ours) = table.keys().find(|key| OWN_TABLES.contains(&key.as_str())) {
         return Err(ExtraError::Ours(ours.clone()));
     }
@@ -84,6 +83,15 @@ pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
         Some(name) => Err(ExtraError::NotATable(name.to_owned())),
         None => Ok(table),
     }
+}
+
+/// What is wrong with `text`, and the line in it, as a person counts them: the text is often a block in a YAML file.
+fn with_line(text: &str, error: &toml::de::Error) -> String {
+    let message = error.message().replace('\n', ", ");
+    let before = error.span().and_then(|span| text.get(..span.start));
+    let Some(number) = before.map(|before| before.matches('\n').count()) else { return message };
+    let line = text.lines().nth(number).unwrap_or_default().trim();
+    format!("its line {}, `{line}`: {message}", number + 1)
 }
 
 /// Renders the epoch's broker.toml, without `curve_cert` (see [`for_host`]).
@@ -476,7 +484,15 @@ topo = "kary:256"
         for ours in OWN_TABLES {
             assert_eq!(extra_tables(&format!("[{ours}]")), Err(ExtraError::Ours(ours.into())));
         }
-        assert!(matches!(extra_tables("[unclosed"), Err(ExtraError::NotToml(_))));
+        for (text, expected) in [
+            ("[exec]\nimp = \"x\"\n\n  [unclosed\n", "its line 4, `[unclosed`: unclosed table"),
+            ("[exec]\nkill-timeout =\n", "its line 2, `kill-timeout =`: "),
+            ("[exec]\na = 1\n[exec]\n", "its line 3, `[exec]`: "),
+            ("a = \"\"\"\nnever ends", "its line 2, `never ends`: "),
+        ] {
+            let Err(ExtraError::NotToml(message)) = extra_tables(text) else { panic!("{text:?} is TOML") };
+            assert!(message.starts_with(expected), "{message}");
+        }
     }
 
     #[test]

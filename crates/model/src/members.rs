@@ -4,7 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::{eligibility::NodeView, topology::Topology};
-use crate::{observed::Observed, tree::topology};
+use crate::{
+    observed::{Observed, is_of_boot},
+    tree::topology,
+};
 use api::{FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry};
 
 /// What is known about the member of a rank and its broker.
@@ -176,8 +179,7 @@ impl<'a> Members<'a> {
             NodePhase::Offline => MemberState::Offline,
             _ => MemberState::ComingUp,
         };
-        let boot = report.facts.as_ref().map(|facts| facts.boot_id.as_str());
-        let is_of_this_boot = node.is_some_and(|node| node.boot_id.is_empty() || boot == Some(&node.boot_id));
+        let is_of_this_boot = node.zip(report.facts.as_ref()).is_some_and(|(node, facts)| is_of_boot(facts, node));
         Facts { report: Some(report), is_of_this_boot, ..without_broker(state) }
     }
 

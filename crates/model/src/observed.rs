@@ -11,8 +11,8 @@ use super::{
     settings::owner,
 };
 use api::{
-    Adopted, Declared, EpochSettings, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member, NodePhase,
-    ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
+    Adopted, Declared, EpochSettings, Facts, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member,
+    NodePhase, ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
 };
 
 /// Default of `spec.ranks.retain` (how long a rank is kept for a Node that is gone) and of `spec.resources.retain` (how
@@ -197,9 +197,16 @@ pub(crate) fn participant_count(seen: &Observed, roster: &Roster) -> usize {
     members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
 }
 
-/// What the host of `node` has, as its agent last reported.
+/// What the host of `node` has, as its agent reported in this boot. What it reported in another boot may be of another machine, which
+/// had this node's name before.
 pub(crate) fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
-    seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| facts.resources)
+    let facts = seen.reports.get(&node.name)?.facts.as_ref()?;
+    is_of_boot(facts, node).then_some(facts.resources)
+}
+
+/// True if `facts` are of the boot that `node` names, or it names none.
+pub(crate) fn is_of_boot(facts: &Facts, node: &NodeView) -> bool {
+    node.boot_id.is_empty() || facts.boot_id == node.boot_id
 }
 
 /// What `rank` is to declare in an epoch with these `settings` while `node` is its member; `before`: what it declares now.

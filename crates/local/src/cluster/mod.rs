@@ -8,13 +8,13 @@
 //! - `local down` (`down`) needs none of them: it removes what it finds on disk, in the cgroups and on the bridge.
 
 pub(crate) mod api;
+pub(crate) mod apply;
 pub(crate) mod bound;
 pub(crate) mod cgroup;
 pub(crate) mod check;
 pub(crate) mod container;
 pub(crate) mod container_status;
 pub(crate) mod control;
-pub(crate) mod create;
 pub(crate) mod daemon;
 pub(crate) mod down;
 pub(crate) mod exec;

@@ -6,7 +6,10 @@ use super::{
     tests::{World, entry_of as entry},
     *,
 };
-use crate::eligibility::Cpu;
+use crate::{
+    eligibility::{Cpu, NodeView},
+    members::rank_of,
+};
 
 type Edit = fn(&mut World);
 /// Cores, GPUs, excluded.
@@ -49,6 +52,27 @@ fn drain(world: &World, rank: Rank) -> Option<(String, bool)> {
 fn declared(world: &World, rank: Rank) -> (String, u32, bool) {
     let declared = entry(world, rank).resources.unwrap();
     (declared.core_ids().to_string(), declared.gpus, declared.excluded)
+}
+
+/// A FluxNode outlives its Node for a while, with what the old machine's agent reported.
+#[test]
+fn a_new_machine_with_a_removed_nodes_name_joins_once_its_own_agent_has_reported() {
+    let mut world = world();
+    let gone = world.nodes.remove(1);
+    world.settle();
+    time_passes(&mut world);
+    world.settle();
+    let new = NodeView { uid: "new".to_owned(), boot_id: "new".to_owned(), ..gone };
+    world.nodes.push(new);
+    world.reports.get_mut("node2").unwrap().adopted = None;
+    world.settle();
+    let rank = |world: &World| rank_of(world.roster.as_ref().unwrap(), "new");
+    assert_eq!(rank(&world), None, "what is known of it is of the old machine");
+    has(&mut world, "node2", 2, 0);
+    world.reports.get_mut("node2").unwrap().facts.as_mut().unwrap().boot_id = "new".to_owned();
+    world.settle();
+    let rank = rank(&world).expect("a member");
+    assert_eq!((declared(&world, rank), drain(&world, rank)), (("0-1".to_owned(), 0, false), None));
 }
 
 #[test]

@@ -1,0 +1,118 @@
+//! `local apply` and `local delete`: create, change and delete the objects of a YAML file, on machines without kubectl.
+
+use std::{fmt::Display, path::Path};
+
+use kube::{
+    Api, Client,
+    api::{DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, PostParams},
+    discovery::{Scope, pinned_kind},
+};
+use serde::Deserialize;
+
+use super::{io::print_line, layout::Layout, objects};
+use crate::error::{Context, LocalError};
+
+/// Creates all objects in `file`, in its order. Of those that exist, changes the fields that the file names, and no others.
+///
+/// # Errors
+/// [`LocalError::Usage`] if the file can't be read, or names a kind that local mode lacks; [`LocalError::Refused`] if the API server
+/// refuses an object. Those before it are created or changed then.
+pub(crate) async fn apply(layout: &Layout, file: &Path) -> Result<(), LocalError> {
+    let client = objects::client(layout, &layout.load()?)?;
+    for object in &read(file)? {
+        let Target { api, kind, name } = target(&client, file, object).await?;
+        let before = match &object.metadata.name {
+            Some(name) => api.get_opt(name).await.context(|| format!("can't look for {kind} {name}"))?,
+            None => None,
+        };
+        let applied = match &before {
+            Some(_) => api.patch(&name, &PatchParams::default(), &Patch::Merge(object)).await,
+            None => api.create(&PostParams::default(), object).await,
+        };
+        let now = applied.map_err(|error| refusal(error, || format!("can't apply {kind} {name}")))?;
+        let verb = match before {
+            None => "created",
+            Some(before) if before.metadata.resource_version == now.metadata.resource_version => "unchanged",
+            Some(_) => "changed",
+        };
+        let note = if kind == "Job" && verb == "created" { "; local mode makes no pods of it" } else { "" };
+        print_line(&format!("{kind} {} {verb}{note}", now.metadata.name.unwrap_or(name)))?;
+    }
+    Ok(())
+}
+
+/// Deletes all objects in `file`, in its order. Those that do not exist are named, and are no error.
+///
+/// # Errors
+/// As [`apply`]; [`LocalError::Usage`] too if an object has no name.
+pub(crate) async fn delete(layout: &Layout, file: &Path) -> Result<(), LocalError> {
+    let client = objects::client(layout, &layout.load()?)?;
+    let objects = read(file)?;
+    if objects.iter().any(|object| object.metadata.name.is_none()) {
+        return Err(wrong(file, &"an object has no name"));
+    }
+    for object in &objects {
+        let Target { api, kind, name } = target(&client, file, object).await?;
+        let said = match api.delete(&name, &DeleteParams::default()).await {
+            Ok(_) => "deleted",
+            Err(kube::Error::Api(status)) if status.code == 404 => "does not exist",
+            Err(error) => return Err(refusal(error, || format!("can't delete {kind} {name}"))),
+        };
+        print_line(&format!("{kind} {name} {said}"))?;
+    }
+    Ok(())
+}
+
+/// Where the API server has an object.
+struct Target {
+    api: Api<DynamicObject>,
+    kind: String,
+    /// Its name, or how the name begins that the API server gives it.
+    name: String,
+}
+
+async fn target(client: &Client, file: &Path, object: &DynamicObject) -> Result<Target, LocalError> {
+    let types = object.types.clone().ok_or_else(|| wrong(file, &"an object has no kind"))?;
+    let kind = GroupVersionKind::try_from(&types).map_err(|error| wrong(file, &error))?;
+    let (resource, capabilities) = pinned_kind(client, &kind).await.map_err(|error| match error {
+        // kube names neither of them: the server has no such group, or no such kind in it.
+        kube::Error::Discovery(_) | kube::Error::Api(_) => {
+            LocalError::Usage(format!("{}: local mode has no {} {}", file.display(), types.api_version, types.kind))
+        }
+        error => LocalError::Failed { what: format!("can't look for kind {}", types.kind), source: error.into() },
+    })?;
+    let api = match (capabilities.scope, &object.metadata.namespace) {
+        (Scope::Cluster, _) => Api::all_with(client.clone(), &resource),
+        (Scope::Namespaced, Some(namespace)) => Api::namespaced_with(client.clone(), namespace, &resource),
+        (Scope::Namespaced, None) => Api::default_namespaced_with(client.clone(), &resource),
+    };
+    let name = object.metadata.name.clone().or(object.metadata.generate_name.clone()).unwrap_or_default();
+    Ok(Target { api, kind: types.kind, name })
+}
+
+/// All objects in `file`.
+fn read(file: &Path) -> Result<Vec<DynamicObject>, LocalError> {
+    let text = std::fs::read_to_string(file).map_err(|error| wrong(file, &error))?;
+    let mut objects = Vec::new();
+    for document in serde_norway::Deserializer::from_str(&text) {
+        match Option::<serde_norway::Value>::deserialize(document).map_err(|error| wrong(file, &error))? {
+            None => {}
+            Some(object) if object.is_mapping() => {
+                objects.push(serde_norway::from_value(object).map_err(|error| wrong(file, &error))?);
+            }
+            Some(_) => return Err(wrong(file, &"it holds something that is not a Kubernetes object")),
+        }
+    }
+    Ok(objects)
+}
+
+fn wrong(file: &Path, error: &dyn Display) -> LocalError {
+    LocalError::Usage(format!("can't read {}: {error}", file.display()))
+}
+
+fn refusal(error: kube::Error, what: impl Fn() -> String) -> LocalError {
+    match error {
+        kube::Error::Api(status) => LocalError::Refused { what: what(), why: status.message.clone() },
+        error => LocalError::Failed { what: what(), source: error.into() },
+    }
+}
