@@ -15,13 +15,7 @@ use std::{
 };
 
 use api::{DEFAULT_PREFIX, PackageSet, RUN_DIR};
-use host::{
-    HostLock, NsHost, Root,
-    boundary::enter_command,
-    enter,
-    files::{HostRoot, host_path},
-    users,
-};
+use host::{HostLock, NsHost, Root, boundary::enter_command, enter, host_root::HostRoot, opening::host_path, users};
 use hostapi::{
     Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostView, LaunchRecord, LinkOrder, Order,
     PreflightOrder, Refusal, RemoveOrder, Reply, StateDir, StopOrder,

@@ -127,5 +127,5 @@ fn a_statedir_that_its_user_has_covered_is_named_or_moved_aside() {
     });
     assert_eq!(fs::read_to_string(host.below("state/instance-id")).unwrap(), "id-1\n");
     mounted.point = host.below("state.unnamed");
-    assert!(host::files::is_there(&mounted.point).unwrap(), "the mount has gone with what it is on");
+    assert!(host::opening::is_there(&mounted.point).unwrap(), "the mount has gone with what it is on");
 }

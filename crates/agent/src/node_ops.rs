@@ -22,7 +22,8 @@ use broker::command::{BrokerIdentity, LEAD_STOP_SECS, LIVE_CONFIGURATION, RC1_TA
 use cluster::{certificate, published::read_roster, store};
 use host::{
     Root,
-    files::{open_in_host_root, open_plain_below},
+    host_root::open_in_host_root,
+    opening::open_plain_below,
     port::{is_port_taken, port_taken},
     state,
 };

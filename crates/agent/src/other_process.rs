@@ -4,7 +4,7 @@ use std::fs;
 
 use host::{
     Root,
-    files::beginning_of,
+    opening::beginning_of,
     processes::{Process, processes},
 };
 

@@ -14,7 +14,7 @@ use std::{
 use api::Dump;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::files::{host_path, make_dirs_in_host_root, remove_if_there};
+use super::{files::remove_if_there, host_root::make_dirs_in_host_root, opening::host_path};
 
 /// Name below the prefix.
 pub const DUMPS: &str = "dump";

@@ -14,7 +14,7 @@ use nix::{
     sys::stat::{FileStat, Mode, fstat, fstatat},
 };
 
-use super::{Root, files::beginning_of, processes::processes, trust::is_trusted};
+use super::{Root, opening::beginning_of, processes::processes, trust::is_trusted};
 
 /// A process that uses an environment.
 #[derive(Clone, Debug, PartialEq, Eq)]

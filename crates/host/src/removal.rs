@@ -14,14 +14,13 @@ use std::{
 use nix::{
     dir::Dir,
     errno::Errno,
-    fcntl::OFlag,
     libc,
     unistd::{UnlinkatFlags, unlinkat},
 };
 
 use super::{
-    files::{is_there, open_below, split},
     mountinfo::{self, Mount},
+    opening::{is_there, open_in, split},
     trust,
     underneath::underneath,
 };
@@ -136,15 +135,6 @@ fn back(here: &File, level: &Level) -> io::Result<File> {
     Ok(above)
 }
 
-/// Opens the directory `name` in `directory` through neither a symlink nor a mount point: what a user has mounted may never
-/// answer.
-///
-/// # Errors
-/// If it can't be opened; `CrossesDevices` if something is mounted on it.
-pub fn open_in(directory: &File, name: &OsStr) -> io::Result<File> {
-    open_below(directory, Path::new(name), OFlag::O_RDONLY | OFlag::O_DIRECTORY)
-}
-
 /// Removes everything in a directory except directories with content, and returns the names of up to [`MOST_NAMES`] of
 /// these.
 fn empty_but_for_full_directories(directory: &File) -> io::Result<Vec<OsString>> {
@@ -218,8 +208,8 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::{
-        files::host_path,
         needs::{Need, skips_without},
+        opening::host_path,
     };
 
     /// Nests directories below `top`, deeper than a path can say.

@@ -29,11 +29,11 @@ use nix::{
 };
 
 use super::{
-    files::{
-        self, Owner, host_path, look_in, make_dir, open_in, open_only_path_below, open_plain_below, open_uncovered,
-        refuse_mounts, remove_all_if_there, remove_if_there, rename_in, sync_parent, write_atomic,
-    },
+    files::{Owner, make_dir, remove_if_there, sync_parent, write_atomic},
+    opening::{self, host_path, look_in, open_in, open_only_path_below, open_plain_below, open_uncovered},
+    removal::{refuse_mounts, remove_all_if_there},
     trust::{self, is_by_user},
+    underneath::rename_in,
 };
 use crate::dumps::DUMPS;
 use hostapi::{Refusal, StateDir};
@@ -211,7 +211,7 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
 fn move_aside(prefix: &Path) -> Result<(), Refusal> {
     let dir = prefix.join(STATEDIR);
     let failed = |error: io::Error| Refusal::io("move aside", &dir, &error);
-    if !files::is_there(&dir).map_err(failed)? {
+    if !opening::is_there(&dir).map_err(failed)? {
         return Ok(());
     }
     refuse_mounts(&dir, is_by_user).map_err(failed)?;
@@ -267,7 +267,7 @@ fn free_name(prefix: &Path, id: &str) -> String {
         0 => format!("{STATEDIR}.{id}"),
         n => format!("{STATEDIR}.{id}.{n}"),
     };
-    let is_free = |name: &String| !files::is_there(&prefix.join(name)).unwrap_or(true);
+    let is_free = |name: &String| !opening::is_there(&prefix.join(name)).unwrap_or(true);
     (0..).map(name).find(is_free).unwrap_or_else(|| name(0))
 }
 
@@ -278,7 +278,7 @@ pub fn is_kept(path: &Path) -> bool {
     let is_statedir = name == STATEDIR || name.starts_with("state.");
     (is_statedir || name == DUMPS)
         && match open_uncovered(path).map_err(|error| error.kind()) {
-            Ok(directory) => !is_statedir || files::is_there(&host_path(&directory).join(ID)).unwrap_or(true),
+            Ok(directory) => !is_statedir || opening::is_there(&host_path(&directory).join(ID)).unwrap_or(true),
             Err(io::ErrorKind::NotFound) => false,
             // A file of that name, or an administrator's symlink to another place.
             Err(io::ErrorKind::NotADirectory) => fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()),

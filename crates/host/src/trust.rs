@@ -26,8 +26,8 @@ use nix::{
 
 use super::{
     Root,
-    files::{host_path, split},
     mountinfo::{self, Mount},
+    opening::{host_path, split},
 };
 use hostapi::Refusal;
 

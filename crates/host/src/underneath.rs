@@ -86,9 +86,10 @@ mod tests {
 
     use super::*;
     use crate::{
-        files::{host_path, remove_all_if_there},
         mountinfo,
         needs::{Need, skips_without},
+        opening::host_path,
+        removal::remove_all_if_there,
         removal::tests::nest,
     };
 

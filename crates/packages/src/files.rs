@@ -7,10 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use host::{
-    files::{FileError, open_plain},
-    trust::is_trusted,
-};
+use host::{files::FileError, opening::open_plain, trust::is_trusted};
 
 /// Prefix of the names of unfinished files; six letters or digits follow.
 const ASIDE: &str = ".flux-distribute-";

@@ -10,8 +10,9 @@ use api::{PrefixError, check_prefix, check_prefix_characters};
 use host::{
     Root,
     dumps::DUMPS,
-    files::{aside, host_path, missing_parents},
+    files::{aside, missing_parents},
     lock::{HostLock, LOCK, LOCK_REPLACING, WAIT},
+    opening::host_path,
     state::{self, Claim, ENVIRONMENTS, POINTER, STATE},
     statedir::{self, STATEDIR},
     trust::{self, Distrust},

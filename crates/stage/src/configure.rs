@@ -3,7 +3,8 @@ use std::path::Path;
 use super::links;
 use host::{
     Root,
-    files::{Owner, stays_below, write_atomic},
+    files::{Owner, write_atomic},
+    opening::stays_below,
     state, statedir, sysctl, trust,
     users::{self, User},
 };

@@ -3,6 +3,7 @@
 //! It is the one crate that knows host, broker and packages together. It runs as a short-lived process in the host's namespaces,
 //! without network and without an API server.
 
+mod as_nobody;
 mod carry_out;
 mod claim;
 mod configure;

@@ -11,8 +11,9 @@ use api::{DEFAULT_PREFIX, PREFIX_CANDIDATES};
 use broker::command::CONNECT_HEADER;
 use host::{
     Root,
-    files::{Owner, host_path, missing_parents, remove_if_there, replace_symlink, symlink_atomic, write_atomic},
+    files::{Owner, missing_parents, remove_if_there, replace_symlink, symlink_atomic, write_atomic},
     machine::shared_by_nodes,
+    opening::host_path,
     room::FileSystem,
     state::{self, CONNECT_AT_ROOT, ENVIRONMENTS},
     trust,

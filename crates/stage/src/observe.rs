@@ -2,7 +2,7 @@ use std::{fs, path::Path};
 
 use super::{launch::shutdown, remove::Brokers, runnable, takeover};
 use api::{BROKER_RUN_DIR, PREFIX_CANDIDATES};
-use host::{Root, dumps, facts, files::host_path, state, statedir, trust};
+use host::{Root, dumps, facts, opening::host_path, state, statedir, trust};
 use hostapi::{HostView, Refusal, RunningBroker};
 
 /// Observes the host. It changes only the broker's record, if that was lost, the record of a shutdown, and the mode of a

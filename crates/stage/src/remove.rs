@@ -8,10 +8,12 @@ use super::{claim, launch::BrokerView, links};
 use api::{PREFIX_CANDIDATES, RUN_DIR};
 use host::{
     Root,
-    files::{aside, host_path, refuse_mounts, remove_all_if_there, remove_if_there},
+    files::{aside, remove_if_there},
     lock::{self, HostLock, LOCK, LOCK_REPLACING},
     machine,
     mountinfo::Mount,
+    opening::host_path,
+    removal::{refuse_mounts, remove_all_if_there},
     state::{self, STATE},
     statedir, sysctl, trust,
 };

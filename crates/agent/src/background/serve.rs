@@ -12,7 +12,10 @@ use tracing::warn;
 
 use super::port::Port;
 use api::{PEER_PORT, PackageSet};
-use host::files::{host_path, open_host_file, open_in_host_root};
+use host::{
+    host_root::{open_host_file, open_in_host_root},
+    opening::host_path,
+};
 use hostapi::Progress;
 use packages::{Shelf, archive_names, holds, native_platform, serve_peers_on};
 

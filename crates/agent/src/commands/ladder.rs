@@ -27,11 +27,7 @@ use broker::{
     status::state,
 };
 use cluster::{call, published::read_packages};
-use host::{
-    NsHost,
-    files::{host_path, open_in_host_root},
-    state::environment,
-};
+use host::{NsHost, host_root::open_in_host_root, opening::host_path, state::environment};
 use hostapi::Preflight;
 use model::names::live_configuration;
 use packages::{OutputFormat, Style, linked, shown};

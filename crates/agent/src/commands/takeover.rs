@@ -25,12 +25,7 @@ use api::{
 };
 use broker::rfc3::RpcError;
 use cluster::{ApiError, call, clock};
-use host::{
-    NsHost,
-    dumps::Incoming,
-    files::{host_path, open_in_host_root},
-    statedir,
-};
+use host::{NsHost, dumps::Incoming, host_root::open_in_host_root, opening::host_path, statedir};
 use hostapi::{Host, HostError, Order, TakeoverOrder, look};
 use model::{eligibility::NodeView, members::Members, observed::Observed, roster::takeover::refusal};
 

@@ -20,7 +20,7 @@ use cluster::{
     ApiError,
     access::{self, PackagesAccess},
 };
-use host::files::{host_path, make_dirs_in_host_root};
+use host::{host_root::make_dirs_in_host_root, opening::host_path};
 use hostapi::{Answer, LinkOrder, Order, Preflight, Progress};
 use kube::Client;
 use packages::{Access, HttpClient, Sources, fetch};

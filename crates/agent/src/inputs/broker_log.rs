@@ -12,8 +12,9 @@ use tracing::warn;
 
 use broker::log::{LogFollower, rejection};
 use host::{
-    files::{host_path, make_dirs_in_host_root},
+    host_root::make_dirs_in_host_root,
     log::{MAX_LOG_BYTES, trim_log},
+    opening::host_path,
 };
 
 const TRIM_EVERY: Duration = Duration::from_secs(30);

@@ -23,7 +23,10 @@ use broker::{
     rfc3::{Client, RpcError},
     status::{Change, InstanceStatus, attribute, instance, online, online_line, state, watch as changes},
 };
-use host::files::{host_path, open_in_host_root, open_only_path_below};
+use host::{
+    host_root::open_in_host_root,
+    opening::{host_path, open_only_path_below},
+};
 use hostapi::HostView;
 use model::hostlist;
 use pods::occupied::Occupied;

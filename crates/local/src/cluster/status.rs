@@ -71,7 +71,7 @@ fn line(flux_node: Option<FluxNode>, node: NodeView) -> Line {
 }
 
 fn table(lines: &[Line]) -> String {
-    const HEAD: [&str; 7] = ["NODE", "ADDRESS", "AGENT", "PHASE", "RANK", "BROKER", "MESSAGE"];
+    const HEAD: [&str; 7] = ["NODE", "ADDRESS", "AGENT PID", "PHASE", "RANK", "BROKER PID", "MESSAGE"];
     let absent = || "-".to_owned();
     let rows: Vec<[String; 7]> = std::iter::once(HEAD.map(str::to_owned))
         .chain(lines.iter().map(|line| {

@@ -33,7 +33,8 @@ use api::PackageSet;
 use base::error_chain;
 use host::{
     child::{Kept, wait_until},
-    files::{FileError, open_plain, remove_if_there},
+    files::{FileError, remove_if_there},
+    opening::open_plain,
     room::Room,
 };
 use hostapi::Progress;

@@ -8,7 +8,11 @@ use std::{
 };
 
 use crate::BundleError;
-use host::files::{FileError, absent_is_fine, host_path, open_directory, own_directory};
+use host::{
+    files::{FileError, absent_is_fine},
+    opening::{host_path, open_directory},
+    own_directory::own_directory,
+};
 
 /// Its directory of archives.
 const PKGS: &str = "pkgs";

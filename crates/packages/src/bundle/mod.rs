@@ -21,7 +21,7 @@ use crate::{
     BundleManifest, CreateBundle, FetchError, HttpError, Limits, bundle::packages::Contents, fetch::archive,
     files::print, progress::size, unpack_error::UnpackError,
 };
-use host::files::{FileError, open_plain};
+use host::{files::FileError, opening::open_plain};
 use locks::Locked;
 
 /// Make or inspect a bundle: one file that contains a complete Flux.

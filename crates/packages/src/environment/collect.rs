@@ -14,9 +14,8 @@ use crate::{
     fetch::archive,
 };
 use host::{
-    BrokerProcesses, Occupant,
-    files::{look_in, open_uncovered},
-    lock,
+    BrokerProcesses, Occupant, lock,
+    opening::{look_in, open_uncovered},
     state::environment,
 };
 use hostapi::{CollectOrder, Collected, Refusal};

@@ -33,8 +33,10 @@ use crate::{
 use base::error_chain;
 use host::{
     BrokerProcesses, HostLock, Root,
-    files::{host_path, look_in, mounts_in, open_in, open_uncovered, sync_file_system},
+    files::sync_file_system,
     lock::WAIT,
+    opening::{host_path, look_in, open_in, open_uncovered},
+    removal::mounts_in,
     state::{ENVIRONMENTS, environment},
     trust::{is_by_user, is_trusted},
 };

@@ -21,8 +21,9 @@ use crate::{
     fetch::archive,
 };
 use host::{
-    files::{HostRoot, host_path, open_only_path, open_uncovered},
+    host_root::HostRoot,
     mountinfo,
+    opening::{host_path, open_only_path, open_uncovered},
     trust::{self, WRITABLE_BY_OTHERS},
 };
 

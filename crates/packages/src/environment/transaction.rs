@@ -22,12 +22,15 @@ use crate::{
 };
 use host::{
     BrokerProcesses, Occupant, Root,
-    files::{exchange_in, is_there, refuse_mounts, remove_all_if_there, rename_in, sync_file_system},
+    files::sync_file_system,
     lock::{self, FileLock},
     occupants,
+    opening::is_there,
+    removal::{refuse_mounts, remove_all_if_there},
     room::{Room, says_full},
     state::ENVIRONMENTS,
     trust::is_by_user,
+    underneath::{exchange_in, rename_in},
 };
 use hostapi::Refusal;
 

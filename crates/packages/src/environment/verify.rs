@@ -18,7 +18,8 @@ use crate::{
     fetch::archive,
 };
 use host::{
-    files::{HostRoot, open_uncovered},
+    host_root::HostRoot,
+    opening::open_uncovered,
     state::{ENVIRONMENTS, environment},
     trust::{WRITABLE_BY_OTHERS, is_trusted},
 };

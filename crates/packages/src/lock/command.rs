@@ -14,7 +14,7 @@ use crate::{
     native_platform, resolve,
 };
 use api::{PackageSet, Packages};
-use host::files::{FileError, open_plain};
+use host::{files::FileError, opening::open_plain};
 use locks::{
     LockError,
     diff::{self, Bytes, Contents, Count, compare},

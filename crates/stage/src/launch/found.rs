@@ -11,7 +11,7 @@ use std::{
 use super::{LaunchError, Places, record::RunRecord, systemd::Systemd};
 use api::{Rank, Roster};
 use broker::command::{BrokerIdentity, launch};
-use host::{Root, cgroup, facts, files::beginning_of, log, process::Identity, state, users};
+use host::{Root, cgroup, facts, log, opening::beginning_of, process::Identity, state, users};
 use hostapi::LaunchRecord;
 
 /// Most bytes of a command line or an environment that are read: a job may move the borders of its own (prctl(2),

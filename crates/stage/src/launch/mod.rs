@@ -27,10 +27,11 @@ use self::{found::UnrecordedBroker, record::RunRecord, systemd::Systemd};
 use api::{BROKER_RUN_DIR, RUN_DIR};
 use host::{
     Root, cgroup, facts,
-    files::{FileError, remove_all_if_there},
+    files::FileError,
     lock::FileLock,
     log,
     process::{Identity, Signal},
+    removal::remove_all_if_there,
     trust,
     users::{self, User},
 };

@@ -3,9 +3,8 @@ use std::{fs, path::PathBuf};
 use super::{Observed, Place, candidates};
 use crate::{Brokers, claim::claimed_by_another};
 use host::{
-    Root, facts,
-    files::host_path,
-    limits, machine, mountinfo,
+    Root, facts, limits, machine, mountinfo,
+    opening::host_path,
     port::{self, PortUse},
     room::FileSystem,
     state, trust,
