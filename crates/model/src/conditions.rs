@@ -8,6 +8,7 @@ use k8s_openapi::{
 use super::{
     findings::{self, NotApplied},
     observed::{Observed, participant_count},
+    obstacle::Obstacle,
     roster::epoch::Restart,
 };
 use api::{
@@ -38,7 +39,7 @@ pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's age
 
 /// What a condition says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ConditionValue {
+pub struct ConditionValue {
     /// True if its status is `True`, which is the normal case for Ready only.
     pub is_true: bool,
     /// CamelCase.
@@ -48,12 +49,66 @@ pub(super) struct ConditionValue {
 }
 
 impl ConditionValue {
+    /// The condition holds.
     pub fn yes(reason: &'static str, message: impl Into<String>) -> Self {
         Self { is_true: true, reason, message: message.into() }
     }
 
+    /// The condition does not hold.
     pub fn no(reason: &'static str) -> Self {
         Self { is_true: false, reason, message: String::new() }
+    }
+
+    /// Sets condition `type_` to this value, as observed in this `generation` of the object. Its transition time changes only with
+    /// its status, as the Kubernetes API conventions demand.
+    pub fn set(self, type_: &str, conditions: &mut Vec<Condition>, generation: i64, now: Timestamp) {
+        let status = if self.is_true { "True" } else { "False" };
+        let mut next = Condition {
+            type_: type_.to_owned(),
+            status: status.to_owned(),
+            reason: self.reason.to_owned(),
+            message: self.message,
+            observed_generation: Some(generation),
+            last_transition_time: Time(now),
+        };
+        match conditions.iter_mut().find(|condition| condition.type_ == type_) {
+            Some(old) => {
+                if old.status == status {
+                    next.last_transition_time = old.last_transition_time.clone();
+                }
+                *old = next;
+            }
+            None => conditions.push(next),
+        }
+    }
+}
+
+/// The state of the instance that phase, conditions and message depend on.
+#[derive(Clone, Copy)]
+pub(super) struct Standing {
+    /// The lead's broker is online.
+    pub lead_online: bool,
+    /// The lead was online once. The instance id, which the status keeps even without a roster, says so.
+    pub established: bool,
+    /// Not all nodes were online yet, and those that are missing are still coming up.
+    pub coming_up: bool,
+    /// An administrator has shut the instance down.
+    pub shut_down: bool,
+}
+
+/// Condition Degraded.
+pub(super) fn degraded(
+    obstacle: Option<&Obstacle>,
+    cores_lost: Option<&str>,
+    standing: Standing,
+    message: &str,
+) -> ConditionValue {
+    match (obstacle, cores_lost) {
+        (Some(Obstacle::Problem { reason, message }), _) => ConditionValue::yes(reason, message.as_str()),
+        _ if standing.shut_down => ConditionValue::yes(SHUT_DOWN_REASON, SHUT_DOWN_MESSAGE),
+        _ if standing.established && !standing.lead_online => ConditionValue::yes("LeadNotOnline", message),
+        (_, Some(lost)) => ConditionValue::yes(CORES_LOST, lost),
+        _ => ConditionValue::no("AsExpected"),
     }
 }
 
@@ -159,34 +214,4 @@ pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) 
     };
     let holding = next.conditions.iter().filter(|condition| condition.status == "True");
     holding.filter(needs_action).filter(has_changed).cloned().collect()
-}
-
-/// Sets one condition. Its transition time changes only with its value, as the Kubernetes API conventions demand.
-pub fn set_condition(
-    conditions: &mut Vec<Condition>,
-    type_: &str,
-    is_true: bool,
-    reason: &str,
-    message: &str,
-    generation: i64,
-    now: Timestamp,
-) {
-    let value = if is_true { "True" } else { "False" };
-    let mut next = Condition {
-        type_: type_.to_owned(),
-        status: value.to_owned(),
-        reason: reason.to_owned(),
-        message: message.to_owned(),
-        observed_generation: Some(generation),
-        last_transition_time: Time(now),
-    };
-    match conditions.iter_mut().find(|condition| condition.type_ == type_) {
-        Some(old) => {
-            if old.status == value {
-                next.last_transition_time = old.last_transition_time.clone();
-            }
-            *old = next;
-        }
-        None => conditions.push(next),
-    }
 }

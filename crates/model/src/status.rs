@@ -8,8 +8,8 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::{
     conditions::{
-        CORES_LOST, ConditionValue, SHUT_DOWN_MESSAGE, SHUT_DOWN_REASON, TAKEN_BACK, WAITS, agents_missing,
-        certificate_missing, needs_user, not_applied, restart_pending, scale_denied, set_condition,
+        ConditionValue, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing, certificate_missing, degraded,
+        needs_user, not_applied, restart_pending, scale_denied,
     },
     findings::{Finding, Weight, line},
     gone,
@@ -35,18 +35,6 @@ pub fn told_while_waiting(seen: &Observed, found: Option<Obstacle>, reason: Stri
         _ if candidates(seen).is_empty() => Obstacle::Problem { reason: "NoEligibleNode", message: reason },
         waiting => waiting.unwrap_or(Obstacle::Waiting(reason)),
     }
-}
-
-/// The state of the instance that phase, conditions and message depend on.
-#[derive(Clone, Copy)]
-struct Standing {
-    lead_online: bool,
-    /// The lead was online once. The instance id, which the status keeps even without a roster, says so.
-    established: bool,
-    /// Not all nodes were online yet, and those that are missing are still coming up.
-    coming_up: bool,
-    /// An administrator has shut the instance down.
-    shut_down: bool,
 }
 
 /// Computes the next status; equal to the present one if nothing has changed.
@@ -101,7 +89,7 @@ pub fn status(
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     let ready = if lead_online { "LeadOnline" } else { "LeadNotOnline" };
     let progressing = if complete { "Complete" } else { "NodesToCome" };
-    for (type_, ConditionValue { is_true, reason, message: text }) in [
+    for (type_, value) in [
         ("Ready", ConditionValue { is_true: lead_online, reason: ready, message: message.clone() }),
         ("Progressing", ConditionValue { is_true: !complete, reason: progressing, message: message.clone() }),
         ("Degraded", degraded(obstacle, cores_lost, standing, &message)),
@@ -111,7 +99,7 @@ pub fn status(
         (CONDITION_NOT_APPLIED, not_applied),
         (CONDITION_AGENTS_MISSING, agents_missing),
     ] {
-        set_condition(&mut next.conditions, type_, is_true, reason, &text, generation, now);
+        value.set(type_, &mut next.conditions, generation, now);
     }
     next.message = Some(message);
     next
@@ -213,29 +201,13 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
     ranks.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)))
 }
 
-/// Condition Degraded.
-fn degraded(
-    obstacle: Option<&Obstacle>,
-    cores_lost: Option<&str>,
-    standing: Standing,
-    message: &str,
-) -> ConditionValue {
-    match (obstacle, cores_lost) {
-        (Some(Obstacle::Problem { reason, message }), _) => ConditionValue::yes(reason, message.as_str()),
-        _ if standing.shut_down => ConditionValue::yes(SHUT_DOWN_REASON, SHUT_DOWN_MESSAGE),
-        _ if standing.established && !standing.lead_online => ConditionValue::yes("LeadNotOnline", message),
-        (_, Some(lost)) => ConditionValue::yes(CORES_LOST, lost),
-        _ => ConditionValue::no("AsExpected"),
-    }
-}
-
 /// The status while the planner can't plan at all: the previous status with the reason as message and condition
 /// Degraded.
-pub fn stopped(before: &FluxInstanceStatus, reason: &str, message: &str, now: Timestamp) -> FluxInstanceStatus {
+pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str, now: Timestamp) -> FluxInstanceStatus {
     let mut next = before.clone();
     next.message = Some(message.to_owned());
     // Keep the old generation: the planner has not evaluated the current spec.
-    set_condition(&mut next.conditions, "Degraded", true, reason, message, before.observed_generation, now);
+    ConditionValue::yes(reason, message).set("Degraded", &mut next.conditions, before.observed_generation, now);
     next
 }
 

@@ -13,7 +13,7 @@ use api::{
     INSTANCE, InstancePhase, NAMESPACE, in_one_line,
 };
 use cluster::{ApiError, call, clock, patch_params};
-use model::{conditions::set_condition, read::read_default};
+use model::{conditions::ConditionValue, read::read_default};
 
 /// Creates the first FluxInstance from ConfigMap `flux-default`, once. The manifest can't hold the FluxInstance itself,
 /// because `kubectl apply` refuses an object whose CRD is new in the same file.
@@ -92,7 +92,7 @@ pub async fn ignore(client: &Client, instance: &FluxInstance) -> Result<(), ApiE
     let mut status = instance.status.clone().unwrap_or_default();
     let message = format!("only the FluxInstance named {INSTANCE} is served");
     let generation = instance.meta().generation.unwrap_or_default();
-    set_condition(&mut status.conditions, "Ignored", true, "AnotherName", &message, generation, clock::now());
+    ConditionValue::yes("AnotherName", &*message).set("Ignored", &mut status.conditions, generation, clock::now());
     status.phase = InstancePhase::Ignored;
     status.message = Some(message);
     if instance.status.as_ref().is_some_and(|old| old.phase == InstancePhase::Ignored) {

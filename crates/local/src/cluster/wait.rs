@@ -161,21 +161,14 @@ pub(crate) fn for_local(message: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use model::conditions::set_condition;
+    use model::conditions::ConditionValue;
 
     #[test]
     fn waiting_ends_on_problems_that_will_not_go_away_by_themselves() {
         type Case = (&'static str, Box<dyn Fn(&mut FluxInstanceStatus, &mut Report)>, Verdict);
-        let degraded = |status: &mut FluxInstanceStatus, reason: &str| {
-            set_condition(
-                &mut status.conditions,
-                "Degraded",
-                true,
-                reason,
-                "the bundle is broken",
-                1,
-                Default::default(),
-            );
+        let degraded = |status: &mut FluxInstanceStatus, reason: &'static str| {
+            let value = ConditionValue::yes(reason, "the bundle is broken");
+            value.set("Degraded", &mut status.conditions, 1, Default::default());
         };
         let gives_up = |why: &str| Verdict::GiveUp { why: why.to_owned() };
         let failed = |report: &mut Report, seconds| {
