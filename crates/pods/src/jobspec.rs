@@ -115,13 +115,13 @@ pub fn urgency(priority: i32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::{GangId, GangKind, Member};
+    use crate::record::{GangId, GangKind, MemberPod};
 
     fn request() -> JobRequest {
         let gang =
             GangId { kind: GangKind::Job, namespace: "default".into(), name: "train".into(), uid: "uid-j".into() };
         let member =
-            |index: u32| Member { name: format!("train-{index}"), uid: format!("u{index}"), index: Some(index) };
+            |index: u32| MemberPod { name: format!("train-{index}"), uid: format!("u{index}"), index: Some(index) };
         JobRequest {
             record: JobRecord { gang, members: vec![member(0), member(1)], threads: 2, pinned: None },
             slots: 2,

@@ -94,7 +94,7 @@ impl fmt::Display for GangId {
 
 /// A pod that a job was submitted for.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Member {
+pub struct MemberPod {
     /// The pod's name.
     pub name: String,
     /// The pod's uid.
@@ -110,7 +110,7 @@ pub struct JobRecord {
     /// The gang.
     pub gang: GangId,
     /// The pods, in the order in which they get its slots. A gang's later pods get slots of pods that have ended.
-    pub members: Vec<Member>,
+    pub members: Vec<MemberPod>,
     /// Hardware threads of a core where it may run.
     pub threads: u32,
     /// The job is pinned to this rank, because its pods are there.

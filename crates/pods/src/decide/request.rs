@@ -12,7 +12,7 @@ use crate::{
     jobspec::{JobRequest, PINNED_URGENCY, urgency},
     place::{Limits, NoPlace, place},
     pod::PodView,
-    record::{JobRecord, Member},
+    record::{JobRecord, MemberPod},
     requests::cores,
     world::World,
 };
@@ -70,7 +70,7 @@ pub(super) fn is_large_enough((_, bridged): (&Job, &BridgedJob), pod: &PodView) 
 }
 
 fn record(gang: &Gang, pods: &[&PodView], threads: u32, pinned: Option<Rank>) -> JobRecord {
-    let member = |pod: &&PodView| Member { name: pod.name.clone(), uid: pod.uid.clone(), index: pod.index };
+    let member = |pod: &&PodView| MemberPod { name: pod.name.clone(), uid: pod.uid.clone(), index: pod.index };
     JobRecord { gang: gang.id.clone(), members: pods.iter().map(member).collect(), threads, pinned }
 }
 
