@@ -98,7 +98,7 @@ fi
 
 [ -z "${BINARY:-}" ] || [ -x "$BINARY" ] || fail "there is no program $BINARY"
 case $flux in auto | required | none) ;; *) fail "FLUX is $flux; it may be auto, required or none" ;; esac
-[ ! -e "$state" ] || fail "a local cluster is up, or left over, in $state: take it down first with \`make demo-down\`"
+[ ! -e "$state/cluster.json" ] || fail "a local cluster is up, or left over, in $state: take it down first with \`make demo-down\`"
 why=
 option=(--flux "$flux")
 if [ "$flux" = none ]; then
@@ -165,10 +165,10 @@ if [ -z "$why" ]; then
         done
         run local pods
         run local exec node1 -- flux jobs
-        echo "The job and the gang hold all cores for two minutes; \`flux cancel --all\` in a node ends both."
+        echo "The gang holds its cores for a minute, the job for two; \`flux cancel --all\` in a node ends both."
         echo "One core of each node is kept for pods of other schedulers, so that jobs have $cores of them."
     else
-        echo "No pods run in this demo: a gang of three beside a job needs 4 cores, and the nodes have $cores together."
+        echo "No pods run in this demo: a gang of three beside a job needs 4 cores, and the nodes have $cores together, beside the core of each that is kept for pods of other schedulers."
     fi
 else
     more=node$((nodes + 1))

@@ -25,7 +25,7 @@ use pods::{
     jobs::NOTE,
     jobspec::JobRequest,
     occupied::Occupied,
-    record::{GangId, GangKind, JobRecord, Member},
+    record::{GangId, GangKind, JobRecord, MemberPod},
 };
 use serde_json::{Value, json};
 use support::{
@@ -355,7 +355,7 @@ async fn without_a_record_a_crash_leaves_the_queue_open() {
 /// Submits a job of the bridge for one pod of a gang of this kind.
 async fn bridged(client: &Client, kind: GangKind, cores: u32) -> JobId {
     let gang = GangId { kind, namespace: "default".into(), name: "p".into(), uid: "uid-p".into() };
-    let member = Member { name: "p".into(), uid: "uid-p".into(), index: None };
+    let member = MemberPod { name: "p".into(), uid: "uid-p".into(), index: None };
     let request = JobRequest {
         record: JobRecord { gang, members: vec![member], threads: 1, pinned: None },
         slots: 1,

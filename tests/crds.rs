@@ -67,7 +67,7 @@ Only the FluxInstance named `flux` is served. Every field is optional, but a bun
 change of a running instance takes effect: *at once*, beside running jobs; at the *next epoch*, which is a coordinated restart
 ([operations.md](operations.md#coordinated-restarts)); or *never*, because only the first start reads the field.
 
-A duration is a number with `ms`, `s`, `m`, `h` or `d`, or a number of seconds (RFC 23).
+A duration is a number with `ms`, `s`, `m`, `h` or `d`, or a number of seconds in quotes (RFC 23).
 ";
 
 /// One row of a table.

@@ -408,6 +408,26 @@ fn down_leaves_nothing_even_when_the_daemon_was_killed() {
 }
 
 #[test]
+fn a_directory_with_other_files_is_left_alone() {
+    let Some(cluster) = Cluster::new() else { return };
+    for mine in ["a.txt", "nodes/mine", ".hidden"] {
+        let file = cluster.state().join(mine);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(&file, "mine").unwrap();
+        for words in [&["up", "--no-wait", "--api", "embedded"][..], &["down"]] {
+            let refused = cluster.run(words);
+            let said = String::from_utf8_lossy(&refused.stderr);
+            assert!(
+                !refused.status.success() && said.contains("is not empty and has no local cluster in it"),
+                "{said}"
+            );
+            assert_eq!(fs::read_to_string(&file).unwrap(), "mine", "{words:?}");
+        }
+        fs::remove_dir_all(cluster.state()).unwrap();
+    }
+}
+
+#[test]
 fn down_leaves_nothing_wherever_up_was_killed() {
     for milliseconds in [2, 10, 30, 60, 90, 120, 160, 200, 300] {
         let Some(cluster) = Cluster::new() else { return };

@@ -1,12 +1,12 @@
 //! An agent's token in the wrong hands: which objects it makes, and what it can't hang onto them, by a real API server.
 
 use api::{
-    CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, FluxInstance, INSTANCE, LEASE_PLANNER,
-    NAMESPACE, SECRET_CURVE, SECRET_PACKAGES,
+    CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, FluxInstance, FluxNode, INSTANCE,
+    LEASE_PLANNER, NAMESPACE, SECRET_CURVE, SECRET_PACKAGES,
 };
 use k8s_openapi::api::{
     coordination::v1::Lease,
-    core::v1::{ConfigMap, Secret},
+    core::v1::{ConfigMap, Node, Secret},
     events::v1::Event,
 };
 use kube::{
@@ -16,8 +16,8 @@ use kube::{
 use serde_json::{Value, json};
 
 use super::{
-    cluster::{Case, until_true},
-    rights::{agent, refused},
+    cluster::{Case, no_nodes, until_true},
+    rights::{agent, agent_on, refused},
 };
 
 /// Objects of one kind, whatever they hold.
@@ -154,4 +154,93 @@ async fn an_agents_token_can_set_no_finalizer_and_no_owner() {
         is_refused(&format!("the Lease, {metadata}"), answer);
     }
     Kind::of::<Event>(&case.client).api.delete("mine", &DeleteParams::default()).await.unwrap();
+}
+
+/// Makes it as large as etcd takes, so that nobody can write a byte more.
+async fn fill(kind: &Kind, name: &str) {
+    let made = kind.whole(json!({"metadata": {"name": name}, "spec": {"nodeName": name}}));
+    kind.api.create(&PostParams::default(), &made).await.unwrap();
+    for spare in (0..1 << 16).step_by(64) {
+        let more = Patch::Merge(json!({"metadata": {"generateName": "x".repeat((3 << 19) - spare)}}));
+        match kind.api.patch(name, &PatchParams::default(), &more).await {
+            Err(Error::Api(status)) if status.message.contains("too large") => {}
+            Err(error) => panic!("{:.300}", error.to_string()),
+            Ok(_) => return,
+        }
+    }
+    panic!("etcd takes none of these");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flux_node_that_can_not_be_written_is_named_and_stops_no_planner() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    case.create(no_nodes()).await;
+    let kind = Kind::of::<FluxNode>(&case.client);
+    fill(&kind, "node9").await;
+    let node = serde_json::from_value(json!({"metadata": {"name": "node9"}})).unwrap();
+    Api::<Node>::all(case.client.clone()).create(&PostParams::default(), &node).await.unwrap();
+    until_true("the planner to name it", async || {
+        case.cluster.must(&["logs", "node1"]).contains("can't write a FluxNode error=\"spec of FluxNode node9: ")
+    })
+    .await;
+    case.patch(json!({"maxSize": 7})).await;
+    let instances = Api::<FluxInstance>::namespaced(case.client.clone(), NAMESPACE);
+    until_true("a planner that plans", async || {
+        let instance = instances.get(INSTANCE).await.unwrap();
+        instance.status.is_some_and(|status| Some(status.observed_generation) == instance.metadata.generation)
+    })
+    .await;
+    Api::<Node>::all(case.client.clone()).delete("node9", &DeleteParams::default()).await.unwrap();
+    kind.api.delete("node9", &DeleteParams::default()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_makes_no_flux_node_too_large_and_no_lease() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    case.create(no_nodes()).await;
+    let client = agent(&case).await;
+    let (nodes, leases) = (Kind::of::<FluxNode>(&client), Kind::of::<Lease>(&client));
+    let patch = async |metadata: &Value| {
+        let patch = Patch::Merge(json!({ "metadata": metadata }));
+        nodes.api.patch("node1", &PatchParams::default(), &patch).await
+    };
+    until_true("the policy to hold", async || {
+        let found = patch(&json!({"labels": {"example.org/mine": "1"}})).await;
+        if found.is_ok() {
+            let admins = Kind::of::<FluxNode>(&case.client).api;
+            let gone = Patch::Merge(json!({"metadata": {"labels": null}}));
+            admins.patch("node1", &PatchParams::default(), &gone).await.unwrap();
+        }
+        found.is_err_and(|error| error.to_string().contains("writes no labels"))
+    })
+    .await;
+    for metadata in [
+        json!({"labels": {"example.org/mine": "1"}}),
+        json!({"annotations": {"example.org/mine": "1"}}),
+        json!({"generateName": "x".repeat(1000)}),
+    ] {
+        let (code, words) = refused(patch(&metadata).await, &metadata.to_string());
+        assert!(code == 403 && words.contains("writes no labels"), "{metadata}: {words}");
+    }
+    let of_own = agent_on(&case, "of-own").await;
+    let applied =
+        json!({"apiVersion": nodes.kind.api_version, "kind": nodes.kind.kind, "status": {"agentVersion": "1"}});
+    let status = Kind::of::<FluxNode>(&of_own).api;
+    let answer = status.patch_status("node1", &PatchParams::apply("m1").force(), &Patch::Apply(&applied)).await;
+    let (code, words) = refused(answer, "one that applies");
+    assert!(code == 403 && words.contains("adds no manager"), "{words}");
+
+    let mine = json!({"metadata": {"labels": {"example.org/mine": "1"}, "annotations": {"example.org/mine": "1"}}});
+    until_true("a Lease with a label", async || {
+        let Ok(lease) = leases.api.get(LEASE_PLANNER).await else { return false };
+        let mut lease = serde_json::to_value(lease).unwrap();
+        json_patch::merge(&mut lease, &mine);
+        leases.api.replace(LEASE_PLANNER, &PostParams::default(), &leases.whole(lease)).await.is_ok()
+    })
+    .await;
+    until_true("a renewal without it", async || {
+        let metadata = leases.api.get(LEASE_PLANNER).await.unwrap().metadata;
+        metadata.labels.is_none() && metadata.annotations.is_none()
+    })
+    .await;
 }

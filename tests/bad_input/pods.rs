@@ -144,6 +144,9 @@ async fn an_agents_token_changes_no_more_of_pods_and_jobs_than_the_bridge_does()
     };
     for (namespace, name, metadata) in [
         ("default", "waits", json!({"labels": {"app": "hijacked"}})),
+        ("default", "waits", json!({"labels": {"topology.kubernetes.io/zone": "no label\n"}})),
+        ("default", "waits", json!({"labels": {"topology.kubernetes.io/zone": "a\n"}})),
+        ("default", "waits", json!({"labels": {"topology.kubernetes.io/region": "x".repeat(64)}})),
         ("default", "waits", json!({"annotations": {"example.org/mine": "1"}})),
         ("default", "waits", json!({"annotations": {ANNOTATION_JOB: "x".repeat(LONGEST_RECORD + 1)}})),
         (NAMESPACE, "elsewhere", json!({})),
@@ -192,6 +195,23 @@ async fn only_one_condition_is_written(case: &Case, token: &Client) {
     ] {
         assert_eq!(refused(statuses(namespace, name, token, value).await, name).0, 403, "{namespace}/{name}");
     }
+    let scheduled = |message: &str, status: &str| json!({"type": "PodScheduled", "status": status, "reason": "Queued", "message": message});
+    let short = scheduled("waits", "False");
+    for (what, conditions) in [
+        ("two of a type", json!([short, short])),
+        ("a long message", json!([scheduled(&"x".repeat(4097), "False")])),
+        ("a long status", json!([scheduled("waits", &"x".repeat(1000))])),
+    ] {
+        let value = json!({"status": {"conditions": conditions}});
+        assert_eq!(refused(statuses("default", "waits", token, value).await, what).0, 403, "{what}");
+    }
+    statuses("default", "waits", token, json!({"status": {"conditions": [scheduled(&"x".repeat(4096), "False")]}}))
+        .await
+        .unwrap();
+    let applied = json!({"apiVersion": "v1", "kind": "Pod", "status": {"conditions": [short]}});
+    let pods = Api::<Pod>::namespaced(token.clone(), "default");
+    let applied = pods.patch_status("waits", &PatchParams::apply("m1").force(), &Patch::Apply(&applied)).await;
+    assert_eq!(refused(applied, "one that applies").0, 403);
     statuses("default", "waits", token, told.clone()).await.unwrap();
     // A pod of the agent's own name, in a namespace that has opted in, is another pod.
     let of_pod = agent_on(case, "agent-pod").await;

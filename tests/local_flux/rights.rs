@@ -1,8 +1,13 @@
-//! What nodes ask of an API server, against what the manifest's roles grant.
+//! What nodes ask of an API server, against what the manifests' roles grant.
+
+use std::fs;
 
 use api::{ANNOTATION_PROTECTS, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, DAEMONSET, FluxInstance, FluxNode, INSTANCE};
 use apiserver::Call;
-use k8s_openapi::api::core::v1::{ConfigMap, Node};
+use k8s_openapi::api::{
+    batch::v1::Job,
+    core::v1::{ConfigMap, Node, Pod},
+};
 use kube::{
     Api, ResourceExt,
     api::{DeleteParams, ListParams},
@@ -13,6 +18,8 @@ use crate::{
     harness::Cluster,
     manifest_rights::{Right, granted},
 };
+
+const INSTALLER: &str = "deploy/daemonset-installer.yaml";
 
 impl Right {
     /// It permits the call. A right with a name permits no call without one, such as a list.
@@ -66,11 +73,95 @@ fn the_roles_grant_what_the_nodes_ask_for_and_no_more() {
         cluster.wait(cluster.api::<ConfigMap>().get_opt(CONFIGMAP_BROKER)).unwrap().is_none().then_some(())
     });
 
-    let (mut granted, calls) = (granted(), cluster.calls());
+    let (mut granted, calls) = (granted(INSTALLER), cluster.calls());
     // An agent asks for the DaemonSet that its pod is of; here all are of the one for workers.
     granted.retain(|right| right.resource != "daemonsets" || right.name == DAEMONSET);
     let refused: Vec<_> = calls.iter().filter(|call| !granted.iter().any(|right| right.permits(call))).collect();
     assert!(refused.is_empty(), "the roles do not grant {refused:#?}");
     let unused: Vec<_> = granted.iter().filter(|right| !calls.iter().any(|call| right.permits(call))).collect();
     assert!(unused.is_empty(), "no node has asked for {unused:#?}");
+}
+
+/// Rights of the bridge that nothing here makes it use: the API server of local mode has no PodGroups; and a pod is read after a
+/// binding that nobody has answered (`tests/bridge.rs`).
+const UNUSED_HERE: [(&str, &str); 2] = [("podgroups", "get"), ("pods", "get")];
+
+fn object(version: &str, kind: &str, name: &str, fields: serde_json::Value) -> serde_json::Value {
+    let mut object = json!({"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": "default"}});
+    let fields = fields.as_object().unwrap().clone();
+    object.as_object_mut().unwrap().extend(fields);
+    object
+}
+
+/// A pod that sleeps, with `claim` as a volume if that is not empty, and owned by the Job with uid `owner` if that is not.
+fn pod(name: &str, claim: &str, owner: &str) -> serde_json::Value {
+    let container = json!({"name": "c", "image": "none", "command": ["sleep", "infinity"]});
+    let volume = json!({"name": "v", "persistentVolumeClaim": {"claimName": claim}});
+    let volumes = if claim.is_empty() { json!([]) } else { json!([volume]) };
+    let spec =
+        json!({"schedulerName": "flux", "restartPolicy": "Never", "containers": [container], "volumes": volumes});
+    let mut pod = object("v1", "Pod", name, json!({"spec": spec}));
+    if !owner.is_empty() {
+        let of = json!({"apiVersion": "batch/v1", "kind": "Job", "name": "job", "uid": owner, "controller": true});
+        pod["metadata"]["ownerReferences"] = json!([of]);
+    }
+    pod
+}
+
+fn apply(cluster: &Cluster, objects: &[serde_json::Value]) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let text: Vec<_> = objects.iter().map(serde_json::Value::to_string).collect();
+    fs::write(file.path(), text.join("\n---\n")).unwrap();
+    cluster.must(&["apply", file.path().to_str().unwrap()]);
+}
+
+/// Everything that makes the bridge ask: pods that wait, that run and that are cancelled, with and without a Job, and volumes.
+#[test]
+fn the_bridges_roles_grant_what_the_bridge_asks_for_and_no_more() {
+    let Some(cluster) = Cluster::up(4, &["--pods", "--cores", "1"]) else { return };
+    let claim = |name, spec| object("v1", "PersistentVolumeClaim", name, json!({"spec": spec}));
+    let template = json!({"template": pod("of-job", "", "")["spec"], "completions": 1, "parallelism": 1});
+    apply(
+        &cluster,
+        &[
+            json!({"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": "late"}, "provisioner": "none",
+                "volumeBindingMode": "WaitForFirstConsumer"}),
+            json!({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "disk"},
+                "spec": {"hostPath": {"path": "/srv"}}}),
+            claim("bound", json!({"volumeName": "disk"})),
+            claim("unbound", json!({"storageClassName": "late"})),
+            object("batch/v1", "Job", "job", json!({"spec": template})),
+        ],
+    );
+    let jobs = Api::<Job>::namespaced(cluster.client(), "default");
+    let job = || cluster.wait(jobs.get("job")).unwrap();
+    apply(
+        &cluster,
+        &[
+            pod("alone", "", ""),
+            pod("with-disk", "bound", ""),
+            pod("without-disk", "unbound", ""),
+            pod("of-job", "", &job().uid().unwrap()),
+        ],
+    );
+    let pods = Api::<Pod>::namespaced(cluster.client(), "default");
+    let phase = |name| cluster.wait(pods.get_opt(name)).unwrap()?.status?.phase;
+    for name in ["alone", "of-job"] {
+        cluster.until(&format!("{name} to run"), || (phase(name)? == "Running").then_some(()));
+    }
+    cluster.exec("node1", &["flux", "cancel", "--all"]);
+    cluster.until("the end of the pod", || phase("alone").is_none_or(|phase| phase != "Running").then_some(()));
+    cluster.until("a suspended Job", || job().spec?.suspend.filter(|is_suspended| *is_suspended).map(drop));
+
+    let (bridges, calls) = (granted("deploy/pods.yaml"), cluster.calls());
+    let granted: Vec<_> = bridges.iter().cloned().chain(granted(INSTALLER)).collect();
+    // What everybody may ask: what an own token may do.
+    let calls: Vec<_> = calls.into_iter().filter(|call| call.group != "authorization.k8s.io").collect();
+    let refused: Vec<_> = calls.iter().filter(|call| !granted.iter().any(|right| right.permits(call))).collect();
+    assert!(refused.is_empty(), "the roles do not grant {refused:#?}");
+    let is_used = |right: &Right| {
+        UNUSED_HERE.contains(&(&right.resource, &right.verb)) || calls.iter().any(|call| right.permits(call))
+    };
+    let unused: Vec<_> = bridges.iter().filter(|right| !is_used(right)).collect();
+    assert!(unused.is_empty(), "the bridge has not asked for {unused:#?}");
 }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fs, path::Path};
 
 use k8s_openapi::api::rbac::v1::{ClusterRole, PolicyRule, Role};
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::Deserialize;
 use serde_norway::Value;
 
 /// A single right.
@@ -17,22 +17,19 @@ pub struct Right {
     pub verb: String,
 }
 
-/// The rights of both roles in deploy/daemonset-installer.yaml.
-pub fn granted() -> BTreeSet<Right> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/daemonset-installer.yaml");
+/// The rights of all roles in a manifest, such as `deploy/daemonset-installer.yaml`.
+pub fn granted(manifest: &str) -> BTreeSet<Right> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(manifest);
     let text = fs::read_to_string(path).unwrap();
-    let documents: Vec<Value> =
-        serde_norway::Deserializer::from_str(&text).map(|document| Value::deserialize(document).unwrap()).collect();
-    let cluster = only::<ClusterRole>(&documents, "ClusterRole").rules;
-    let namespace = only::<Role>(&documents, "Role").rules;
-    cluster.into_iter().chain(namespace).flatten().flat_map(rights).collect()
-}
-
-fn only<K: DeserializeOwned>(documents: &[Value], kind: &str) -> K {
-    let of_kind = |document: &&Value| document.get("kind").and_then(Value::as_str) == Some(kind);
-    let found: Vec<_> = documents.iter().filter(of_kind).collect();
-    assert_eq!(found.len(), 1, "{kind}");
-    serde_norway::from_value(found[0].clone()).unwrap()
+    let documents = serde_norway::Deserializer::from_str(&text).map(|document| Value::deserialize(document).unwrap());
+    let rules = documents.filter_map(|document| match document.get("kind").and_then(Value::as_str) {
+        Some("ClusterRole") => serde_norway::from_value::<ClusterRole>(document).unwrap().rules,
+        Some("Role") => serde_norway::from_value::<Role>(document).unwrap().rules,
+        _ => None,
+    });
+    let found: BTreeSet<_> = rules.flatten().flat_map(rights).collect();
+    assert!(!found.is_empty(), "{manifest} has no roles");
+    found
 }
 
 fn rights(rule: PolicyRule) -> Vec<Right> {

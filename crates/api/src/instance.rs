@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::{Dump, Packages, Resources};
 use crate::rules::{
     DURATION, EMPTY_SELECTOR, LESS_THAN_ONE, LONGEST_PREFIX, MORE_THAN_MAX_SIZE, PREFIX, PREFIX_CHARACTERS,
-    PREFIX_RULE, SUBDOMAIN, TOPOLOGY, USER, selector_words, toleration_words,
+    PREFIX_PLACE, PREFIX_PLACE_RULE, PREFIX_RULE, SUBDOMAIN, TOPOLOGY, USER, selector_words, toleration_words,
 };
 
 /// In CEL. has() is true for a field that is null, hence the check of the type.
@@ -112,6 +112,7 @@ pub struct FluxInstanceSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = PREFIX), length(max = LONGEST_PREFIX))]
     #[x_kube(validation = Rule::new(PREFIX_RULE).message(PREFIX_CHARACTERS).optional_old_self(true))]
+    #[x_kube(validation = Rule::new(PREFIX_PLACE_RULE).message(PREFIX_PLACE).optional_old_self(true))]
     pub prefix: Option<String>,
 }
 

@@ -1,18 +1,27 @@
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::IdSet;
+
+/// Most cores, and most GPUs, of one node. Linux has up to 8192 processors (Kconfig NR_CPUS); each core costs whoever reads a report some
+/// bytes, and a captured node may report any number.
+pub const MOST_OF_A_NODE: u32 = 1 << 16;
+
+fn limited<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    u32::deserialize(deserializer).map(|count| count.min(MOST_OF_A_NODE))
+}
 
 /// What a node has for Flux: counts of hwloc's logical ids, which begin at 0.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Resources {
     /// Physical cores as hwloc counts them, not the hardware threads of the Node's `capacity.cpu`.
-    #[schemars(range(max = u32::MAX))]
+    #[serde(deserialize_with = "limited")]
+    #[schemars(range(max = MOST_OF_A_NODE))]
     pub cores: u32,
     /// Number of GPUs.
-    #[serde(default, skip_serializing_if = "super::is_zero")]
-    #[schemars(range(max = u32::MAX))]
+    #[serde(default, deserialize_with = "limited", skip_serializing_if = "super::is_zero")]
+    #[schemars(range(max = MOST_OF_A_NODE))]
     pub gpus: u32,
 }
 
@@ -21,9 +30,10 @@ pub struct Resources {
 #[serde(rename_all = "camelCase")]
 pub struct Declared {
     /// Cores of the node.
+    #[serde(deserialize_with = "limited")]
     pub cores: u32,
     /// GPUs that are declared, with ids from 0.
-    #[serde(default, skip_serializing_if = "super::is_zero")]
+    #[serde(default, deserialize_with = "limited", skip_serializing_if = "super::is_zero")]
     pub gpus: u32,
     /// Cores among them that are not declared.
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
@@ -50,5 +60,18 @@ impl Declared {
     pub fn covers(&self, other: &Self) -> bool {
         let has_all = || other.core_ids().0.is_subset(&self.core_ids().0) && other.gpus <= self.gpus;
         other.excluded || (!self.excluded && has_all())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_cores_than_a_node_can_have_are_not_counted() {
+        let found: Resources = serde_json::from_str(r#"{"cores": 4294967295, "gpus": 4294967295}"#).unwrap();
+        assert_eq!((found.cores, found.gpus), (MOST_OF_A_NODE, MOST_OF_A_NODE));
+        let declared: Declared = serde_json::from_str(r#"{"cores": 4294967295}"#).unwrap();
+        assert_eq!(declared.cores, MOST_OF_A_NODE);
     }
 }

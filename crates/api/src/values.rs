@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use crate::rules::PREFIX_CHARACTERS;
+use crate::rules::{PREFIX_CHARACTERS, PREFIX_PLACE};
 
 /// Why a directory can't be the prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -16,7 +16,13 @@ pub enum PrefixError {
     /// A character of it is special in a unit, script or configuration file.
     #[error("{0:?} {PREFIX_CHARACTERS}")]
     Characters(PathBuf),
+    /// It does not last.
+    #[error("{0:?} {PREFIX_PLACE}")]
+    Place(PathBuf),
 }
+
+/// Directories that a boot empties, that the kernel makes, or in which everybody may write.
+const NOT_LASTING: [&str; 7] = ["/dev", "/proc", "/run", "/sys", "/tmp", "/var/run", "/var/tmp"];
 
 /// A text that is not a duration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -46,6 +52,17 @@ pub fn check_prefix_characters(path: &Path) -> Result<(), PrefixError> {
     match path.as_os_str().as_encoded_bytes().iter().all(is_allowed) {
         true => Ok(()),
         false => Err(PrefixError::Characters(path.to_owned())),
+    }
+}
+
+/// The queue of jobs is below the prefix. Existing instances with such a prefix keep working, and can be removed.
+///
+/// # Errors
+/// [`PrefixError::Place`].
+pub fn check_prefix_place(path: &Path) -> Result<(), PrefixError> {
+    match NOT_LASTING.iter().any(|place| path.starts_with(place)) {
+        false => Ok(()),
+        true => Err(PrefixError::Place(path.to_owned())),
     }
 }
 

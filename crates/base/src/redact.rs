@@ -63,18 +63,24 @@ fn is_token(scheme: &str, before: &str, segment: &str, is_last: bool) -> bool {
 fn masked(scheme: &str, path: &str) -> String {
     let segments: Vec<_> = path.split('/').collect();
     let last = segments.len() - 1;
-    let mut before = String::new();
+    // What leads to a part. Servers take two slashes for one, and go one up at `..`.
+    let mut above: Vec<String> = Vec::new();
     let mut masked = Vec::with_capacity(segments.len());
     for (at, segment) in segments.into_iter().enumerate() {
         let decoded = decoded(segment);
-        let parts: Vec<_> = decoded.split('/').filter(|part| !part.is_empty()).collect();
-        let is_hidden = parts.iter().enumerate().any(|(part, text)| {
-            let before = if part == 0 { before.as_str() } else { parts[part - 1] };
-            is_token(scheme, before, text, at == last && part + 1 == parts.len())
-        });
-        // A host named `t` does not make the next segment a token. Servers take two slashes for one.
-        if let Some(end) = parts.last().filter(|_| at > 0) {
-            (*end).clone_into(&mut before);
+        let parts: Vec<_> = decoded.split('/').filter(|part| !part.is_empty() && *part != ".").collect();
+        let mut is_hidden = false;
+        for (number, part) in parts.iter().enumerate() {
+            if *part == ".." {
+                above.pop();
+                continue;
+            }
+            let before = above.last().map_or("", String::as_str);
+            is_hidden |= is_token(scheme, before, part, at == last && number + 1 == parts.len());
+            // A host named `t` does not make the next segment a token.
+            if at > 0 {
+                above.push((*part).to_owned());
+            }
         }
         masked.push(if is_hidden { "***" } else { segment });
     }
@@ -275,6 +281,9 @@ mod tests {
             ("http://h/t//tk-1/x http://h/a%2Ft%2F/tk-1/x", "http://h/t//***/x http://h/a%2Ft%2F/***/x"),
             ("http://h/t%252Ftk-1/x http://h/a%2ft/tk-1/x", "http://h/***/x http://h/a%2ft/***/x"),
             ("http://h/a%20b/x%2Ft%2Fy.conda", "http://h/a%20b/x%2Ft%2Fy.conda"),
+            // A parser of URLs leaves out dots.
+            ("http://h/t/./tk-1/x http://h/t/%2e/tk-1/x", "http://h/t/./***/x http://h/t/%2e/***/x"),
+            ("http://h/t/a/../tk-1/x http://h/t/../tk-1/x", "http://h/t/***/../***/x http://h/t/../tk-1/x"),
         ] {
             assert_eq!(redacted(line), safe);
         }

@@ -139,6 +139,12 @@ impl ApiError {
         }
     }
 
+    /// The API server has answered that it does not do this with this object, such as one that is too large. None of the answers that
+    /// concern every call: it is too busy, or does not know or let in the caller.
+    pub fn is_about_the_object(&self) -> bool {
+        self.busy_for().is_none() && self.code().is_some_and(|code| !matches!(code, 401 | 429 | 502..=504))
+    }
+
     /// How long the API server wants to be left alone, if it is too busy for the call. None if a PodDisruptionBudget forbids an eviction,
     /// although the code (429) is the same.
     pub fn busy_for(&self) -> Option<Duration> {

@@ -55,9 +55,9 @@ pub enum Distrust {
     },
     /// Users other than root can change its content.
     #[error(
-        "users other than root can write to {} (its mode is {mode:04o}), so root does not trust what is in it; run `chmod go-w {}`",
+        "users other than root can write to {} (its mode is {mode:04o}), so root does not trust what is in it; {}",
         path.display(),
-        path.display()
+        close(path, *mode)
     )]
     Open {
         /// The path, on the host.
@@ -90,6 +90,14 @@ pub enum Distrust {
         #[source]
         source: io::Error,
     },
+}
+
+/// The remedy for a path that others can write to. A sticky directory is open on purpose, as /tmp is.
+fn close(path: &Path, mode: u32) -> String {
+    match mode & STICKY {
+        0 => format!("run `chmod go-w {}`", path.display()),
+        _ => "choose another directory".to_owned(),
+    }
 }
 
 impl Distrust {

@@ -58,7 +58,7 @@ pub enum HostError {
     #[error(transparent)]
     Refused(#[from] Refusal),
     /// A namespace of the host could not be opened or entered.
-    #[error("can't enter the host's {namespace} namespace; the pod needs hostPID and privileged")]
+    #[error("can't enter the host's {namespace} namespace; run this as root, and in a pod with hostPID and privileged")]
     Namespace {
         /// Namespace: `ipc`, `uts`, `net`, `cgroup`, `mnt` or `pid`.
         namespace: &'static str,

@@ -96,7 +96,7 @@ pub enum LocalCommand {
         node: String,
         /// What to do with it
         action: NodeAction,
-        /// How it differs from this machine after it has booted
+        /// How it differs from this machine after power-on. Without any of these, it stays as it was
         #[command(flatten)]
         kind: Kind,
     },
@@ -220,6 +220,7 @@ impl LocalCommand {
             }
             Self::Node { node, action: NodeAction::PowerOff, .. } => {
                 ask(&layout, &node, |node| Request::PowerOff { node }).await?;
+                print_line(&format!("{node} is powered off"))?;
             }
             Self::Node { node, action: NodeAction::PowerOn, kind } => {
                 if kind != Kind::default() {
@@ -227,6 +228,7 @@ impl LocalCommand {
                     kind.save(&layout.node_kind(&node))?;
                 }
                 ask(&layout, &node, |node| Request::PowerOn { node }).await?;
+                print_line(&format!("{node} boots; `flux-distribute local status` shows when it is back"))?;
             }
             Self::Api { fault } => Client::connect(&layout).await?.ask(Request::Api { fault }).await.map(drop)?,
             Self::Restart => {

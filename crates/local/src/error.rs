@@ -26,6 +26,9 @@ pub enum LocalError {
         /// The cluster's state directory.
         directory: String,
     },
+    /// The directory of local clusters has something else in it.
+    #[error("{} is not empty and has no local cluster in it; name another directory in FLUX_DISTRIBUTE_LOCAL_DIR", .0.display())]
+    NotOurs(PathBuf),
     /// A signal ended the command before it finished; everything that it had made is removed.
     #[error("interrupted; everything it had made is removed")]
     Interrupted {

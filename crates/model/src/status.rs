@@ -89,6 +89,9 @@ pub fn status(
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     let ready = if lead_online { "LeadOnline" } else { "LeadNotOnline" };
     let progressing = if complete { "Complete" } else { "NodesToCome" };
+    // Nothing else of the conditions before stays: whoever had an agent's token can have written others, as large as the API server takes,
+    // and no status could be written any more.
+    let before = std::mem::take(&mut next.conditions);
     for (type_, value) in [
         ("Ready", ConditionValue { is_true: lead_online, reason: ready, message: message.clone() }),
         ("Progressing", ConditionValue { is_true: !complete, reason: progressing, message: message.clone() }),
@@ -99,6 +102,7 @@ pub fn status(
         (CONDITION_NOT_APPLIED, not_applied),
         (CONDITION_AGENTS_MISSING, agents_missing),
     ] {
+        next.conditions.extend(before.iter().find(|condition| condition.type_ == type_).cloned());
         value.set(type_, &mut next.conditions, generation, now);
     }
     next.message = Some(message);

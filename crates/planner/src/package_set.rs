@@ -78,7 +78,8 @@ impl Resolver {
     ///
     /// `platforms` are those of the existing nodes; `running` is the digest of the running epoch's set. A published set
     /// answers for the platforms that it was made for: a node of another platform that joins later doesn't cause a new
-    /// resolution until a user asks for one (`spec.packages.refresh`).
+    /// resolution until a user asks for one (`spec.packages.refresh`). `has_begun`: a published set may stay until there is an answer;
+    /// false for an instance that has started nothing, for which it may be the set of a deleted one.
     ///
     /// # Errors
     /// If a call to the API server fails.
@@ -88,10 +89,12 @@ impl Resolver {
         packages: &Packages,
         platforms: &[String],
         running: Option<&str>,
+        has_begun: bool,
     ) -> Result<Published, ApiError> {
         let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
-        let present = document.as_ref().and_then(|document| serde_json::from_str::<PackageSet>(&document.text).ok());
-        if let Some(set) = present.as_ref().filter(|set| answers(set, packages)) {
+        let published = document.as_ref().and_then(|document| serde_json::from_str::<PackageSet>(&document.text).ok());
+        let present = published.clone().filter(|_| has_begun);
+        if let Some(set) = published.as_ref().filter(|set| answers(set, packages)) {
             (self.running, self.failed) = (None, None);
             return Ok(Published::Is(set.clone()));
         }
@@ -109,7 +112,7 @@ impl Resolver {
         match outcome {
             Some(Ok(set)) => {
                 let mut document = document;
-                if let (Some(document), Some(present)) = (&mut document, &present)
+                if let (Some(document), Some(present)) = (&mut document, &published)
                     && running == Some(present.digest().as_str())
                 {
                     let text = std::mem::take(&mut document.text);

@@ -51,6 +51,8 @@ use model::{
 const GATHER: Duration = Duration::from_millis(100);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
+/// A FluxNode that can't be written is reported after this long: most failures are over sooner.
+const REPORT_AFTER: Duration = Duration::from_secs(10);
 /// After a failed write of autoscaler annotations, how long until the next attempt.
 const PROTECT_AGAIN: Duration = Duration::from_mins(1);
 
@@ -75,6 +77,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         agents: Agents::default(),
         protection: Protection::default(),
         protect_again: None,
+        unwritten_since: None,
     };
     let mut complete = false;
     loop {
@@ -127,6 +130,8 @@ struct Planner {
     protection: Protection,
     /// After a failed write of autoscaler annotations, when to try again.
     protect_again: Option<Instant>,
+    /// Since when some FluxNode can't be written.
+    unwritten_since: Option<Instant>,
 }
 
 impl Planner {
@@ -226,9 +231,9 @@ impl Planner {
             let changes = self.protection.changes(&seen, planned.as_ref());
             self.protect(caches, changes).await;
         }
-        self.publish(&seen, planned.as_ref(), &caches.flux_nodes.state()).await?;
-        let obstacle =
-            foremost(obstacle.into_iter().chain(planned.as_ref().and_then(|planned| no_lead(&seen, planned))));
+        let unwritten = self.publish(&seen, planned.as_ref(), &caches.flux_nodes.state()).await?;
+        let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
+        let obstacle = foremost([obstacle, no_lead, unwritten].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
@@ -294,23 +299,39 @@ impl Planner {
         wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message })
     }
 
-    /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes.
+    /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes. What keeps a FluxNode
+    /// from being written keeps nothing else: its own agent may have made it too large. Returns that, once it has lasted.
     async fn publish(
         &mut self,
         seen: &Observed<'_>,
         planned: Option<&Planned<'_>>,
         flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
-    ) -> Result<(), ApiError> {
+    ) -> Result<Option<Obstacle>, ApiError> {
         let roster = planned.map(|planned| planned.roster);
         if let Some(roster) = roster {
             publish::write_broker_toml(&self.client, roster).await?;
         }
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
+        let mut refused = None;
         for (flux_node, spec) in project_all(seen, planned, readable(flux_nodes), is_local) {
-            publish::write_node(&self.client, flux_node, &spec).await?;
+            match publish::write_node(&self.client, flux_node, &spec).await {
+                Err(error) if error.is_about_the_object() => refused = refused.or(Some(error)),
+                written => written?,
+            }
         }
-        self.collect(seen, planned, flux_nodes).await
+        self.collect(seen, planned, flux_nodes).await?;
+        let Some(error) = refused else {
+            self.unwritten_since = None;
+            return Ok(None);
+        };
+        let message = error_chain(&error);
+        warn!(error = message, "can't write a FluxNode");
+        let is_old = self.unwritten_since.get_or_insert_with(Instant::now).elapsed() >= REPORT_AFTER;
+        Ok(is_old.then(|| Obstacle::Problem {
+            reason: "FluxNodeNotWritten",
+            message: format!("{message}; if it stays so, delete that FluxNode: its agent makes it again"),
+        }))
     }
 
     /// Writes or removes the annotations that keep autoscalers away from Nodes. A failure doesn't stop planning.

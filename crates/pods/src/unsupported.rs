@@ -5,8 +5,15 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::LabelSelector,
 };
 
-use crate::{node_rules::Labels, requests::UnreadableRequest};
+use crate::{
+    node_rules::Labels,
+    record::{ANNOTATION_JOB, LONGEST_RECORD},
+    requests::UnreadableRequest,
+};
 use model::matching;
+
+/// All annotations of an object may have 256 KiB, keys included (`TotalAnnotationSizeLimitB` in k8s.io/apimachinery).
+const MOST_ANNOTATIONS: usize = (256 << 10) - LONGEST_RECORD - ANNOTATION_JOB.len();
 
 const HOSTNAME: &str = "kubernetes.io/hostname";
 
@@ -37,9 +44,25 @@ pub enum Unsupported {
          volumeBindingMode Immediate"
     )]
     WaitForFirstConsumer(String),
+    /// The API server adds a binding's annotation without a look at the size. A pod with more than 256 KiB of them is never written
+    /// again, not even by kubelet.
+    #[error(
+        "its annotations leave no room for the record of its job: together they may have {} bytes with scheduler flux",
+        MOST_ANNOTATIONS
+    )]
+    Annotations,
     /// See [`UnreadableRequest`].
     #[error("can't read the request for {}", .0.resource)]
     Request(#[from] UnreadableRequest),
+}
+
+/// Refuses annotations that leave no room for the record of a job.
+///
+/// # Errors
+/// [`Unsupported::Annotations`].
+pub fn leave_room_for_a_record(annotations: Option<&Labels>) -> Result<(), Unsupported> {
+    let bytes: usize = annotations.into_iter().flatten().map(|(key, value)| key.len() + value.len()).sum();
+    if bytes > MOST_ANNOTATIONS { Err(Unsupported::Annotations) } else { Ok(()) }
 }
 
 /// The first field of `spec` that can't be honoured; or else whether the pod's anti-affinity keeps the pods of its gang on
@@ -108,6 +131,15 @@ mod tests {
 
     fn apart(term: Value) -> Value {
         json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}})
+    }
+
+    #[test]
+    fn annotations_leave_room_for_the_record_of_a_job() {
+        let with = |bytes: usize| Labels::from([("a".to_owned(), "x".repeat(bytes - 1))]);
+        assert_eq!(leave_room_for_a_record(None), Ok(()));
+        assert_eq!(leave_room_for_a_record(Some(&with(MOST_ANNOTATIONS))), Ok(()));
+        assert_eq!(leave_room_for_a_record(Some(&with(MOST_ANNOTATIONS + 1))), Err(Unsupported::Annotations));
+        assert!(Unsupported::Annotations.to_string().contains("258015 bytes"), "{}", Unsupported::Annotations);
     }
 
     #[test]

@@ -41,11 +41,13 @@ pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
             Network::connect()?.remove_all(&cluster).await?;
             put_back_sysctls(&cluster);
         }
-        // `local up` was killed before it wrote the record, when it had made nothing but files.
-        Err(LocalError::NotUp) => {}
+        // `local up` was killed before it wrote the record, when it had made nothing else in the directory.
+        Err(LocalError::NotUp) if layout.holds_nothing()? => {}
+        Err(LocalError::NotUp) => return Err(LocalError::NotOurs(layout.directory().to_owned())),
         Err(error) => return Err(error),
     }
-    mounts::remove_files(layout.directory())?;
+    // The record goes last: without it, nothing in the directory counts as ours.
+    mounts::remove_files(layout.directory(), Some(&layout.cluster()))?;
     Ok(true)
 }
 

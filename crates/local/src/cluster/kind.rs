@@ -20,8 +20,8 @@ pub struct Kind {
     /// A label of the Node (repeatable)
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
     pub(crate) labels: Vec<(String, String)>,
-    /// The Node's architecture, such as arm64 [default: the machine's]
-    #[arg(long)]
+    /// The Node's architecture [default: the machine's]
+    #[arg(long, value_parser = ["amd64", "arm64"])]
     pub(crate) arch: Option<String>,
     /// Register under this Node's name, like a machine that replaces another one
     #[arg(long, hide = true)]

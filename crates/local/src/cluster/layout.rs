@@ -1,10 +1,14 @@
 //! The state directory, and the two records that suffice to find and take down everything the cluster made.
 
 use std::{
+    ffi::OsStr,
     fs::File,
     io::Write,
     net::Ipv4Addr,
-    os::unix::fs::{DirBuilderExt, PermissionsExt},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{DirBuilderExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
     process::Stdio,
     time::{Duration, Instant},
@@ -27,6 +31,8 @@ pub(crate) const DIRECTORY_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_DIR";
 /// For tests: a program that each node runs as its agent instead of ours.
 pub(crate) const AGENT_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_AGENT";
 const DEFAULT_DIRECTORY: &str = "/var/lib/flux-distribute-local";
+/// How the names of records begin that are not whole yet.
+const RECORDS: &[u8] = b".flux-distribute-";
 /// The parent cgroup of all local clusters.
 const CGROUP: &str = "flux-distribute-local";
 
@@ -117,6 +123,22 @@ impl Layout {
     /// That file is damaged.
     pub(crate) fn kind(&self, name: &str) -> Result<Kind, LocalError> {
         Ok(read_json(&self.node_kind(name))?.unwrap_or_default())
+    }
+
+    /// True if the directory does not exist, or is empty.
+    ///
+    /// # Errors
+    /// It can't be read, or is none.
+    pub(crate) fn holds_nothing(&self) -> Result<bool, LocalError> {
+        match std::fs::read_dir(&self.directory) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(true),
+            found => {
+                let mut found = found.context(|| format!("can't read {}", self.directory.display()))?;
+                // `up` was killed while it wrote the record.
+                Ok(found
+                    .all(|entry| entry.is_ok_and(|entry| entry.file_name().as_encoded_bytes().starts_with(RECORDS))))
+            }
+        }
     }
 
     /// Reads the record of the cluster, [`Layout::cluster`].
@@ -247,7 +269,7 @@ pub(crate) fn make_private_directory(path: &Path) -> Result<(), LocalError> {
 pub(crate) fn write_private(path: &Path, content: &[u8], replace: bool) -> std::io::Result<()> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     // tempfile creates files with mode 0600.
-    let mut file = tempfile::NamedTempFile::new_in(directory)?;
+    let mut file = tempfile::Builder::new().prefix(OsStr::from_bytes(RECORDS)).tempfile_in(directory)?;
     file.write_all(content)?;
     if replace {
         file.persist(path)?;

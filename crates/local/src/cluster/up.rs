@@ -27,7 +27,9 @@ use super::{
     control::{Client as Control, NodeView, Request, read_report},
     down,
     io::{print_line, read_line},
-    layout::{AGENT_VARIABLE, Cluster, Layout, copy_executable, make_private_directory, write_private},
+    layout::{
+        AGENT_VARIABLE, Cluster, DIRECTORY_VARIABLE, Layout, copy_executable, make_private_directory, write_private,
+    },
     network::Network,
     options::{ApiKind, Up},
     proxy, root, spec, wait,
@@ -130,9 +132,14 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
     print_line(&format!("take it down: {program} local down"))
 }
 
-/// The name by which the user called this program, so that printed commands can be copied.
+/// The name by which the user called this program, with the directory if that is not the default one, so that printed commands can be
+/// copied.
 fn program() -> String {
-    std::env::args().next().unwrap_or_else(|| "flux-distribute".to_owned())
+    let program = std::env::args().next().unwrap_or_else(|| "flux-distribute".to_owned());
+    match std::env::var(DIRECTORY_VARIABLE) {
+        Ok(directory) if !directory.is_empty() => format!("{DIRECTORY_VARIABLE}={directory} {program}"),
+        _ => program,
+    }
 }
 
 /// A bundle with the stand-in for Flux, and the reason for installing it.
@@ -183,9 +190,10 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
     }
 }
 
+/// Refuses a directory with a cluster, and one with anything else: `down` removes it with all that is in it.
 async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     if !layout.cluster().exists() {
-        return Ok(());
+        return if layout.holds_nothing()? { Ok(()) } else { Err(LocalError::NotOurs(layout.directory().to_owned())) };
     }
     let state = if Control::connect(layout).await.is_ok() { "up" } else { "left over" };
     Err(LocalError::AlreadyUp { state, directory: layout.directory().display().to_string() })

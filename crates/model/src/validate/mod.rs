@@ -10,7 +10,7 @@ use std::{path::Path, time::Duration};
 use crate::{broker_toml, settings::is_root, topology::Topology};
 use api::{
     Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, PrefixError,
-    RunningJobs, check_prefix, check_prefix_characters, duration, is_subdomain, parse_duration,
+    RunningJobs, check_prefix, check_prefix_characters, check_prefix_place, duration, is_subdomain, parse_duration,
     rules::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
 };
 
@@ -50,12 +50,13 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
 }
 
-/// Older versions accepted all characters, so a wrong character is servable. A host still refuses to claim such a
-/// prefix anew, even if the API server let it in.
+/// Older versions accepted all characters and places, so these are servable. A host still refuses to claim a prefix with such
+/// characters anew, even if the API server let it in.
 fn prefix(path: &Path) -> Option<Finding> {
     let finding = |error: PrefixError| Finding::new("spec.prefix", error.to_string());
     let shape = check_prefix(path).map_err(finding);
-    shape.and_then(|()| check_prefix_characters(path).map_err(|error| finding(error).servable())).err()
+    let of_new_ones = || check_prefix_characters(path).and_then(|()| check_prefix_place(path));
+    shape.and_then(|()| of_new_ones().map_err(|error| finding(error).servable())).err()
 }
 
 /// `kary:0` is Flux's name for a flat tree. Older versions accepted it; users now write `flat`.
@@ -99,7 +100,7 @@ fn unknown_values(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     for (field, value) in unknown {
         wrong.extend(value.map(|value| {
             Finding::new(field, format!("this version of flux-distribute doesn't know {value:?}")).with_remedy(
-                "write one of the values that README lists, or finish the upgrade to a version that knows it",
+                "write one of the values that docs/reference.md lists, or finish the upgrade to a version that knows it",
             )
         }));
     }
@@ -108,7 +109,7 @@ fn unknown_values(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
 fn broker(broker: &Broker, wrong: &mut Vec<Finding>) {
     let port = match broker.port {
         Some(0) => Some("is 0: brokers need a fixed port".to_owned()),
-        Some(HEALTH_PORT) => Some(format!("{HEALTH_PORT} is where the agents answer kubelet's probes")),
+        Some(HEALTH_PORT) => Some(format!("{HEALTH_PORT} is where the agents serve metrics")),
         Some(PEER_PORT) => Some(format!("{PEER_PORT} is where the agents serve packages to each other")),
         _ => None,
     };

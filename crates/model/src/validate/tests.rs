@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::{schema, validate::*};
 use api::{
     FluxInstance,
-    rules::{EMPTY_SELECTOR, PREFIX_CHARACTERS},
+    rules::{EMPTY_SELECTOR, PREFIX_CHARACTERS, PREFIX_PLACE},
 };
 
 const GOOD: &[&str] = &[
@@ -80,6 +80,7 @@ const BAD: &[(&str, &str)] = &[
     ("{packages: {platforms: [osx-64]}}", "packages.platforms[0]"),
     ("{packages: {bundle: {url: /a.tar.gz, sha256: x}}}", "packages.bundle.url"),
     ("{packages: {bundle: {url: 'file:///a.tar.gz', sha256: x}}}", "packages.bundle.sha256"),
+    ("{packages: {mirror: 'file://srv/mirror'}}", "packages.mirror"),
     ("{packages: {specs: [a], bundle: {url: 'file:///a.tar.gz', sha256: x}}}", "packages"),
     ("{packages: {specs: [a], lock: x}}", "packages"),
     ("{packages: {lock: x}}", "packages.lock"),
@@ -255,6 +256,11 @@ fn the_cel_rules_are_in_place_with_the_messages_of_validate() {
     assert_eq!(rules(&spec)[0]["message"], MORE_THAN_MAX_SIZE);
     let prefix = &rules(&spec["properties"]["prefix"])[0];
     assert_eq!((&prefix["message"], &prefix["optionalOldSelf"]), (&json!(PREFIX_CHARACTERS), &json!(true)));
+    let place = &rules(&spec["properties"]["prefix"])[1];
+    assert_eq!((&place["message"], &place["optionalOldSelf"]), (&json!(PREFIX_PLACE), &json!(true)));
+    for prefix in ["/run/flux-distribute", "/tmp/x", "//var//run/x", "/proc/x"] {
+        assert!(found(&format!("{{prefix: {prefix}}}"))[0].problem.ends_with(PREFIX_PLACE), "{prefix}");
+    }
     assert!(found("{prefix: /data/my flux}")[0].problem.ends_with(PREFIX_CHARACTERS));
 }
 

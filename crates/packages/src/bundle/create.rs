@@ -64,7 +64,7 @@ pub struct CreateBundle {
     pub compiled_prefix: Option<PathBuf>,
     /// conda's name of a platform; with --lock repeatable. Default: this machine's platform, with --lock all of the
     /// lock's.
-    #[arg(long, value_name = "PLATFORM")]
+    #[arg(long, value_name = "PLATFORM", value_parser = clap::builder::PossibleValuesParser::new(api::rules::PLATFORMS))]
     pub platform: Vec<String>,
     /// The format of the result and of the progress. json: one object per line on stdout, each with `event`: `progress`
     /// and `phase-ended` (phase, packages and bytes with done and total, bytesPerSecond, secondsLeft, seconds), then

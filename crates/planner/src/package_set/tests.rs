@@ -53,13 +53,39 @@ async fn settled(
     let platforms = platforms.iter().map(|platform| (*platform).to_owned()).collect::<Vec<_>>();
     let mut looks = tokio::time::interval(Duration::from_millis(20));
     for _ in 0..1000 {
-        match planner.published(client, packages, &platforms, None).await.unwrap() {
+        match planner.published(client, packages, &platforms, None, true).await.unwrap() {
             Published::Is(set) if planner.running.is_none() => return Ok(set),
             Published::Failed(reason) | Published::Still(_, reason) => return Err(error_chain(&*reason)),
             _ => looks.tick().await,
         };
     }
     panic!("nothing is published")
+}
+
+/// A deleted instance's set, until what it had published is gone.
+#[tokio::test]
+async fn an_instance_that_has_started_nothing_takes_no_set_that_answers_another_question() {
+    let channel = Channel::with_flux();
+    let server = Server::start(channel.path()).await;
+    let client = api().await;
+    let specs = vec!["flux-core".to_owned()];
+    let before = Packages { channels: vec![server.url().to_owned()], specs: specs.clone(), ..Packages::default() };
+    let first = settled(&mut Resolver::default(), &client, &before, &["linux-64"]).await.unwrap();
+    let asked = Packages { channels: vec!["http://127.0.0.1:1/channel".to_owned()], specs, ..Packages::default() };
+    let platforms = ["linux-64".to_owned()];
+    for has_begun in [false, true] {
+        let mut planner = Resolver::default();
+        let mut looks = tokio::time::interval(Duration::from_millis(20));
+        loop {
+            looks.tick().await;
+            match planner.published(&client, &asked, &platforms, None, has_begun).await.unwrap() {
+                Published::Pending => assert!(!has_begun),
+                Published::Failed(_) => break assert!(!has_begun),
+                Published::Is(set) => assert!(has_begun && set == first),
+                Published::Still(set, _) => break assert!(has_begun && set == first),
+            }
+        }
+    }
 }
 
 fn content() -> [Content; 1] {
