@@ -410,7 +410,7 @@ fn down_leaves_nothing_even_when_the_daemon_was_killed() {
 #[test]
 fn a_directory_with_other_files_is_left_alone() {
     let Some(cluster) = Cluster::new() else { return };
-    for mine in ["a.txt", "nodes/mine", ".hidden"] {
+    for mine in ["a.txt", "nodes/mine", ".hidden", ".flux-distribute-backup/mine"] {
         let file = cluster.state().join(mine);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         fs::write(&file, "mine").unwrap();

@@ -179,12 +179,15 @@ async fn a_flux_node_that_can_not_be_written_is_named_and_stops_no_planner() {
     fill(&kind, "node9").await;
     let node = serde_json::from_value(json!({"metadata": {"name": "node9"}})).unwrap();
     Api::<Node>::all(case.client.clone()).create(&PostParams::default(), &node).await.unwrap();
+    let instances = Api::<FluxInstance>::namespaced(case.client.clone(), NAMESPACE);
     until_true("the planner to name it", async || {
-        case.cluster.must(&["logs", "node1"]).contains("can't write a FluxNode error=\"spec of FluxNode node9: ")
+        let status = instances.get(INSTANCE).await.unwrap().status.unwrap_or_default();
+        let is_named =
+            |message: &str| message.contains("spec of FluxNode node9: ") && message.contains("delete that FluxNode");
+        status.holding("Degraded").is_some_and(|found| found.reason == "FluxNodeNotWritten" && is_named(&found.message))
     })
     .await;
     case.patch(json!({"maxSize": 7})).await;
-    let instances = Api::<FluxInstance>::namespaced(case.client.clone(), NAMESPACE);
     until_true("a planner that plans", async || {
         let instance = instances.get(INSTANCE).await.unwrap();
         instance.status.is_some_and(|status| Some(status.observed_generation) == instance.metadata.generation)
@@ -195,7 +198,7 @@ async fn a_flux_node_that_can_not_be_written_is_named_and_stops_no_planner() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_makes_no_flux_node_too_large_and_no_lease() {
+async fn an_agents_token_adds_no_labels_to_a_flux_node_and_a_renewal_drops_a_leases() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     case.create(no_nodes()).await;
     let client = agent(&case).await;
@@ -211,7 +214,7 @@ async fn an_agents_token_makes_no_flux_node_too_large_and_no_lease() {
             let gone = Patch::Merge(json!({"metadata": {"labels": null}}));
             admins.patch("node1", &PatchParams::default(), &gone).await.unwrap();
         }
-        found.is_err_and(|error| error.to_string().contains("writes no labels"))
+        found.is_err_and(|error| error.to_string().contains("writes neither labels"))
     })
     .await;
     for metadata in [
@@ -220,15 +223,19 @@ async fn an_agents_token_makes_no_flux_node_too_large_and_no_lease() {
         json!({"generateName": "x".repeat(1000)}),
     ] {
         let (code, words) = refused(patch(&metadata).await, &metadata.to_string());
-        assert!(code == 403 && words.contains("writes no labels"), "{metadata}: {words}");
+        assert!(code == 403 && words.contains("writes neither labels"), "{metadata}: {words}");
     }
     let of_own = agent_on(&case, "of-own").await;
+    let all = Kind::of::<FluxNode>(&case.client);
+    let made = all.whole(json!({"metadata": {"name": "of-own"}, "spec": {"nodeName": "of-own"}}));
+    all.api.create(&PostParams::default(), &made).await.unwrap();
     let applied =
         json!({"apiVersion": nodes.kind.api_version, "kind": nodes.kind.kind, "status": {"agentVersion": "1"}});
     let status = Kind::of::<FluxNode>(&of_own).api;
-    let answer = status.patch_status("node1", &PatchParams::apply("m1").force(), &Patch::Apply(&applied)).await;
+    let answer = status.patch_status("of-own", &PatchParams::apply("m1").force(), &Patch::Apply(&applied)).await;
     let (code, words) = refused(answer, "one that applies");
     assert!(code == 403 && words.contains("adds no manager"), "{words}");
+    all.api.delete("of-own", &DeleteParams::default()).await.unwrap();
 
     let mine = json!({"metadata": {"labels": {"example.org/mine": "1"}, "annotations": {"example.org/mine": "1"}}});
     until_true("a Lease with a label", async || {

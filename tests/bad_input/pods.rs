@@ -185,6 +185,8 @@ async fn only_one_condition_is_written(case: &Case, token: &Client) {
         ("default", "another", told.clone()),
         ("default", "waits", json!({"metadata": {"labels": {"app": "hijacked"}}})),
         ("default", "waits", json!({"metadata": {"annotations": {"a": "b"}}})),
+        // Nothing else of a pod with more than 253 characters could be written any more.
+        ("default", "waits", json!({"metadata": {"generateName": "x".repeat(300)}})),
         ("default", "waits", json!({"metadata": {"finalizers": ["example.org/mine"]}})),
         (NAMESPACE, "elsewhere", told.clone()),
         // A pod that has ended is evicted at once.

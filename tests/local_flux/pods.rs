@@ -89,9 +89,9 @@ fn objects_are_made_changed_and_deleted_without_kubectl() {
             "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "default", "labels": {"of": label}},
             "spec": {"schedulerName": "flux", "containers": [{"name": "c", "image": "x", "command": ["sleep", "infinity"]}]},
         });
-        let size = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
+        let instance = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
             "metadata": {"name": "flux", "namespace": "flux-distribute"}, "spec": {"ranks": {"retain": "1h"}}});
-        fs::write(file.path(), format!("{pod}\n---\n{size}\n")).unwrap();
+        fs::write(file.path(), format!("{pod}\n---\n{instance}\n")).unwrap();
     };
     let run = |verb: &str| cluster.must(&[verb, file.path().to_str().unwrap()]);
     write("a");
@@ -106,6 +106,19 @@ fn objects_are_made_changed_and_deleted_without_kubectl() {
     assert_eq!(run("delete").trim(), "Pod p deleted");
     cluster.until("the end of the pod", || get(&cluster, "p").is_none().then_some(()));
     assert_eq!(run("delete").trim(), "Pod p does not exist");
+
+    // Nothing of a file with a kind that local mode lacks, and what the API server says of what it refuses.
+    let pod = "{apiVersion: v1, kind: Pod, metadata: {name: q, namespace: default}, spec: {containers: []}}";
+    for (object, words) in [
+        ("{apiVersion: apps/v1, kind: Deployment, metadata: {name: d}}", "local mode has no apps/v1 Deployment"),
+        ("{apiVersion: v1, kind: ConfigMap, metadata: {name: c, namespace: nowhere}}", "nowhere"),
+    ] {
+        fs::write(file.path(), format!("{pod}\n---\n{object}\n")).unwrap();
+        let refused = cluster.run(&["apply", file.path().to_str().unwrap()]);
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success() && said.contains(words), "{refused:?}");
+        assert_eq!(get(&cluster, "q").is_some(), words == "nowhere", "{words}");
+    }
 }
 
 #[test]

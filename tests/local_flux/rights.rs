@@ -155,7 +155,7 @@ fn the_bridges_roles_grant_what_the_bridge_asks_for_and_no_more() {
 
     let (bridges, calls) = (granted("deploy/pods.yaml"), cluster.calls());
     let granted: Vec<_> = bridges.iter().cloned().chain(granted(INSTALLER)).collect();
-    // What everybody may ask: what an own token may do.
+    // Everybody may ask what their own token may do, without a role.
     let calls: Vec<_> = calls.into_iter().filter(|call| call.group != "authorization.k8s.io").collect();
     let refused: Vec<_> = calls.iter().filter(|call| !granted.iter().any(|right| right.permits(call))).collect();
     assert!(refused.is_empty(), "the roles do not grant {refused:#?}");

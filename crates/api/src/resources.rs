@@ -3,12 +3,12 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::IdSet;
 
-/// Most cores, and most GPUs, of one node. Linux has up to 8192 processors (Kconfig NR_CPUS); each core costs whoever reads a report some
-/// bytes, and a captured node may report any number.
-pub const MOST_OF_A_NODE: u32 = 1 << 16;
+/// Most cores, and most GPUs, that count of one node: a larger number is read as this one. Linux has at most 8192 processors (NR_CPUS); a
+/// captured node may report any number, and each core costs the planner memory.
+pub const MOST_CORES_OR_GPUS: u32 = 1 << 16;
 
-fn limited<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
-    u32::deserialize(deserializer).map(|count| count.min(MOST_OF_A_NODE))
+fn at_most_of_a_node<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    u32::deserialize(deserializer).map(|count| count.min(MOST_CORES_OR_GPUS))
 }
 
 /// What a node has for Flux: counts of hwloc's logical ids, which begin at 0.
@@ -16,12 +16,12 @@ fn limited<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> 
 #[serde(rename_all = "camelCase")]
 pub struct Resources {
     /// Physical cores as hwloc counts them, not the hardware threads of the Node's `capacity.cpu`.
-    #[serde(deserialize_with = "limited")]
-    #[schemars(range(max = MOST_OF_A_NODE))]
+    #[serde(deserialize_with = "at_most_of_a_node")]
+    #[schemars(range(max = MOST_CORES_OR_GPUS))]
     pub cores: u32,
     /// Number of GPUs.
-    #[serde(default, deserialize_with = "limited", skip_serializing_if = "super::is_zero")]
-    #[schemars(range(max = MOST_OF_A_NODE))]
+    #[serde(default, deserialize_with = "at_most_of_a_node", skip_serializing_if = "super::is_zero")]
+    #[schemars(range(max = MOST_CORES_OR_GPUS))]
     pub gpus: u32,
 }
 
@@ -30,10 +30,10 @@ pub struct Resources {
 #[serde(rename_all = "camelCase")]
 pub struct Declared {
     /// Cores of the node.
-    #[serde(deserialize_with = "limited")]
+    #[serde(deserialize_with = "at_most_of_a_node")]
     pub cores: u32,
     /// GPUs that are declared, with ids from 0.
-    #[serde(default, deserialize_with = "limited", skip_serializing_if = "super::is_zero")]
+    #[serde(default, deserialize_with = "at_most_of_a_node", skip_serializing_if = "super::is_zero")]
     pub gpus: u32,
     /// Cores among them that are not declared.
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
@@ -70,8 +70,8 @@ mod tests {
     #[test]
     fn more_cores_than_a_node_can_have_are_not_counted() {
         let found: Resources = serde_json::from_str(r#"{"cores": 4294967295, "gpus": 4294967295}"#).unwrap();
-        assert_eq!((found.cores, found.gpus), (MOST_OF_A_NODE, MOST_OF_A_NODE));
+        assert_eq!((found.cores, found.gpus), (MOST_CORES_OR_GPUS, MOST_CORES_OR_GPUS));
         let declared: Declared = serde_json::from_str(r#"{"cores": 4294967295}"#).unwrap();
-        assert_eq!(declared.cores, MOST_OF_A_NODE);
+        assert_eq!(declared.cores, MOST_CORES_OR_GPUS);
     }
 }

@@ -31,10 +31,9 @@ pub const PREFIX_RULE: &str = "self.matches('^[A-Za-z0-9._/-]+$') || (oldSelf.ha
 pub const PREFIX_CHARACTERS: &str =
     "has characters other than A-Z, a-z, 0-9, `.`, `_`, `/` and `-`: choose another directory";
 /// In the CRD, in CEL: [`check_prefix_place`](crate::check_prefix_place), as [`PREFIX_RULE`].
-pub const PREFIX_PLACE_RULE: &str =
-    "!self.matches('^/+(dev|proc|run|sys|tmp|var/+run|var/+tmp)/') || (oldSelf.hasValue() && oldSelf.value() == self)";
+pub const PREFIX_PLACE_RULE: &str = "!self.matches('^/+([.]/+)*(dev|proc|run|sys|tmp|var/+([.]/+)*(lock|run|tmp))(/|$)') || (oldSelf.hasValue() && oldSelf.value() == self)";
 /// The message of that rule.
-pub const PREFIX_PLACE: &str = "is where a boot, or other users, may remove what is there: choose another directory, such as one below /opt or /var/lib";
+pub const PREFIX_PLACE: &str = "is in a directory that does not outlast a boot, or that other users can write to: choose another one, such as one below /opt or /var/lib";
 /// In the CRD; what the model accepts as a user, except that it also matches numbers that are too large.
 pub const USER: &str = "^[A-Za-z0-9_.][-A-Za-z0-9_.]*$";
 

@@ -16,13 +16,13 @@ pub enum PrefixError {
     /// A character of it is special in a unit, script or configuration file.
     #[error("{0:?} {PREFIX_CHARACTERS}")]
     Characters(PathBuf),
-    /// It does not last.
+    /// A boot empties it, or other users may write there.
     #[error("{0:?} {PREFIX_PLACE}")]
     Place(PathBuf),
 }
 
 /// Directories that a boot empties, that the kernel makes, or in which everybody may write.
-const NOT_LASTING: [&str; 7] = ["/dev", "/proc", "/run", "/sys", "/tmp", "/var/run", "/var/tmp"];
+const NOT_LASTING: [&str; 8] = ["/dev", "/proc", "/run", "/sys", "/tmp", "/var/lock", "/var/run", "/var/tmp"];
 
 /// A text that is not a duration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -55,7 +55,8 @@ pub fn check_prefix_characters(path: &Path) -> Result<(), PrefixError> {
     }
 }
 
-/// The queue of jobs is below the prefix. Existing instances with such a prefix keep working, and can be removed.
+/// Refuses a prefix whose content a boot or other users may remove: the queue of jobs is below it. Instances that have such a prefix
+/// already keep working, and can be removed.
 ///
 /// # Errors
 /// [`PrefixError::Place`].

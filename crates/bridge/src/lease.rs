@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use api::NAMESPACE;
 use cluster::{
     ApiError, call,
-    lease::{Sight, ours},
+    lease::{Sight, metadata_to_write},
     lease_rules::{LeaseStep, next_step},
 };
 
@@ -89,7 +89,7 @@ impl BridgeLease {
                 (self.until, self.broker) = (None, before);
                 return Ok(());
             }
-            (LeaseStep::Renew | LeaseStep::Take, Some(lease)) => (ours(lease.metadata), false),
+            (LeaseStep::Renew | LeaseStep::Take, Some(lease)) => (metadata_to_write(lease.metadata), false),
             _ => (ObjectMeta { name: Some(LEASE_BRIDGE.to_owned()), ..ObjectMeta::default() }, true),
         };
         let mut lease = Lease { metadata, spec: Some(self.spec()) };

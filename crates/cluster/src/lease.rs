@@ -137,7 +137,7 @@ impl Candidate {
             (LeaseStep::Renew | LeaseStep::Take, Some(mut lease)) => {
                 let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions);
                 lease.spec = Some(self.spec(next_transitions(transitions, step)));
-                lease.metadata = ours(lease.metadata);
+                lease.metadata = metadata_to_write(lease.metadata);
                 // The replace names the resourceVersion that was read: if two candidates take the Lease at once, one
                 // gets 409.
                 self.leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await
@@ -201,13 +201,13 @@ pub async fn release(client: Client, identity: &str) -> Result<(), kube::Error> 
         Some(spec) if spec.holder_identity.as_deref() == Some(identity) => spec.holder_identity = Some(String::new()),
         _ => return Ok(()),
     }
-    lease.metadata = ours(lease.metadata);
+    lease.metadata = metadata_to_write(lease.metadata);
     leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await.map(drop)
 }
 
-/// What is written back of the metadata of a Lease. Not its labels and annotations: they have no limit together, and a Lease that has
-/// as many as etcd takes could never be renewed. Finalizers and owners stay as they are: agents may not change them.
-pub fn ours(read: ObjectMeta) -> ObjectMeta {
+/// The metadata to write back to a Lease. Leaves out labels and annotations: somebody may have added so many that etcd takes no further
+/// write, and the Lease could never be renewed. Keeps finalizers and owners, because the admission policy lets agents change neither.
+pub fn metadata_to_write(read: ObjectMeta) -> ObjectMeta {
     let ObjectMeta { name, uid, resource_version, finalizers, owner_references, .. } = read;
     ObjectMeta { name, uid, resource_version, finalizers, owner_references, ..ObjectMeta::default() }
 }

@@ -139,10 +139,12 @@ impl ApiError {
         }
     }
 
-    /// The API server has answered that it does not do this with this object, such as one that is too large. None of the answers that
-    /// concern every call: it is too busy, or does not know or let in the caller.
+    /// True if the API server refuses this object for what is in it: it is invalid, or too large for the API server or for etcd, whose
+    /// refusal comes as 500. Other objects would get every other answer, too.
     pub fn is_about_the_object(&self) -> bool {
-        self.busy_for().is_none() && self.code().is_some_and(|code| !matches!(code, 401 | 429 | 502..=504))
+        let Self::Api { source, .. } = self else { return false };
+        let kube::Error::Api(status) = source.as_ref() else { return false };
+        matches!(status.code, 413 | 422) || (status.code == 500 && status.message.contains("request is too large"))
     }
 
     /// How long the API server wants to be left alone, if it is too busy for the call. None if a PodDisruptionBudget forbids an eviction,
@@ -170,5 +172,33 @@ impl ApiError {
             Self::NewerRoster(_) => "NewerRoster",
             _ => "Unusable",
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn only_what_the_api_server_says_of_one_object_is_about_that_object() {
+        let with = |code: u16, message: &str| {
+            let status = Status { code, message: message.to_owned(), ..Status::default() };
+            ApiError::Api { what: "spec of FluxNode a".to_owned(), source: Box::new(kube::Error::Api(status.boxed())) }
+        };
+        for (code, message, expected) in [
+            (422, "spec.reason: Too long", true),
+            (413, "", true),
+            (500, "etcdserver: request is too large", true),
+            (500, "failed calling webhook", false),
+            (403, "", false),
+            (409, "", false),
+            (429, "", false),
+        ] {
+            assert_eq!(with(code, message).is_about_the_object(), expected, "{code} {message}");
+        }
+        let unanswered = kube::Error::Service("connection refused".into());
+        assert!(!ApiError::Api { what: String::new(), source: Box::new(unanswered) }.is_about_the_object());
     }
 }

@@ -44,7 +44,6 @@ mod needs;
 pub use boundary::{HOST_PATH, NsHost};
 pub use child::exit_code;
 pub use enter::enter;
-pub use host_root::open_host_file;
 pub use lock::HostLock;
 pub use occupants::{BrokerProcesses, Occupant, occupants};
 pub use root::Root;

@@ -1,5 +1,5 @@
-//! Opens files and directories of which other users may be the owners: without following links, blocking on pipes, or entering what
-//! somebody has mounted.
+//! Opens files and directories that other users may own. Each function says what it does not follow: symlinks, pipes, or what somebody
+//! has mounted.
 
 use std::{
     ffi::OsStr,
@@ -25,7 +25,7 @@ pub(crate) fn split(path: &Path) -> io::Result<(&Path, &OsStr)> {
     Ok((above.unwrap_or(Path::new(".")), name))
 }
 
-/// Opens a regular file for reading. Anything else is an error: reading a pipe could block, and a device has no end.
+/// Opens a regular file for reading, and follows symlinks. Anything else is an error: reading a pipe could block, and a device has no end.
 ///
 /// # Errors
 /// If it can't be opened; `IsADirectory` for a directory, `InvalidInput` for anything else but a regular file.
@@ -41,7 +41,8 @@ fn plain(file: File) -> io::Result<File> {
     }
 }
 
-/// The first `longest` bytes of a file, or all of a shorter one.
+/// The first `longest` bytes of a file, or all of a shorter one. Follows symlinks and may block on a pipe: only for files that no user
+/// can replace, such as those in /proc.
 ///
 /// # Errors
 /// If it can't be opened or read.

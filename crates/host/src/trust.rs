@@ -94,9 +94,10 @@ pub enum Distrust {
 
 /// The remedy for a path that others can write to. A sticky directory is open on purpose, as /tmp is.
 fn close(path: &Path, mode: u32) -> String {
+    let chmod = format!("run `chmod go-w {}`", path.display());
     match mode & STICKY {
-        0 => format!("run `chmod go-w {}`", path.display()),
-        _ => "choose another directory".to_owned(),
+        0 => chmod,
+        _ => format!("choose another directory, or, if nobody else is to write there, {chmod}"),
     }
 }
 

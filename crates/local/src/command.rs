@@ -2,13 +2,13 @@ use std::{path::PathBuf, process::ExitCode};
 
 use super::{
     cluster::{
-        apply, container,
+        container,
         control::{Client, Request, report_failure},
         daemon, down, exec, init,
         io::print_line,
         kind::Kind,
         layout::Layout,
-        logs, node,
+        logs, manifest, node,
         options::Up,
         pod, pods, remove, restart, status, up,
     },
@@ -223,8 +223,10 @@ impl LocalCommand {
                 print_line(&format!("{node} is powered off"))?;
             }
             Self::Node { node, action: NodeAction::PowerOn, kind } => {
+                if exec::find_node(&layout, &node).await?.init_pid.is_some() {
+                    return Err(LocalError::Usage(format!("{node} is on already")));
+                }
                 if kind != Kind::default() {
-                    let node = exec::find_node(&layout, &node).await?.name;
                     kind.save(&layout.node_kind(&node))?;
                 }
                 ask(&layout, &node, |node| Request::PowerOn { node }).await?;
@@ -233,10 +235,10 @@ impl LocalCommand {
             Self::Api { fault } => Client::connect(&layout).await?.ask(Request::Api { fault }).await.map(drop)?,
             Self::Restart => {
                 restart::run(&layout).await?;
-                print_line("the instance restarts; `flux-distribute local status` shows when it is back")?;
+                print_line("asked for a restart; `flux-distribute local status` shows when the instance is back")?;
             }
-            Self::Apply { file } => apply::apply(&layout, &file).await?,
-            Self::Delete { file } => apply::delete(&layout, &file).await?,
+            Self::Apply { file } => manifest::apply(&layout, &file).await?,
+            Self::Delete { file } => manifest::delete(&layout, &file).await?,
             Self::Pods => pods::run(&layout).await?,
             Self::Kubeconfig => {
                 layout.load()?;

@@ -27,7 +27,11 @@ pub enum LocalError {
         directory: String,
     },
     /// The directory of local clusters has something else in it.
-    #[error("{} is not empty and has no local cluster in it; name another directory in FLUX_DISTRIBUTE_LOCAL_DIR", .0.display())]
+    #[error(
+        "{} is not empty and has no local cluster in it: remove what is there if an older version left it, or name another directory in \
+         FLUX_DISTRIBUTE_LOCAL_DIR",
+        .0.display()
+    )]
     NotOurs(PathBuf),
     /// A signal ended the command before it finished; everything that it had made is removed.
     #[error("interrupted; everything it had made is removed")]

@@ -85,12 +85,15 @@ pub fn extra_tables(text: &str) -> Result<toml::Table, ExtraError> {
     }
 }
 
+/// Most characters of a line that a message quotes.
+const LONGEST_QUOTE: usize = 80;
+
 /// What is wrong with `text`, and the line in it, as a person counts them: the text is often a block in a YAML file.
 fn with_line(text: &str, error: &toml::de::Error) -> String {
     let message = error.message().replace('\n', ", ");
     let before = error.span().and_then(|span| text.get(..span.start));
     let Some(number) = before.map(|before| before.matches('\n').count()) else { return message };
-    let line = text.lines().nth(number).unwrap_or_default().trim();
+    let line: String = text.lines().nth(number).unwrap_or_default().trim().chars().take(LONGEST_QUOTE).collect();
     format!("its line {}, `{line}`: {message}", number + 1)
 }
 

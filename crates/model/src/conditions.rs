@@ -96,6 +96,18 @@ pub(super) struct Standing {
     pub shut_down: bool,
 }
 
+/// Condition Ready. `message` is the instance's.
+pub(super) fn ready(lead_online: bool, message: &str) -> ConditionValue {
+    let reason = if lead_online { "LeadOnline" } else { "LeadNotOnline" };
+    ConditionValue { is_true: lead_online, reason, message: message.to_owned() }
+}
+
+/// Condition Progressing. `message` is the instance's.
+pub(super) fn progressing(complete: bool, message: &str) -> ConditionValue {
+    let reason = if complete { "Complete" } else { "NodesToCome" };
+    ConditionValue { is_true: !complete, reason, message: message.to_owned() }
+}
+
 /// Condition Degraded.
 pub(super) fn degraded(
     obstacle: Option<&Obstacle>,

@@ -197,8 +197,8 @@ pub(crate) fn participant_count(seen: &Observed, roster: &Roster) -> usize {
     members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
 }
 
-/// What the host of `node` has, as its agent reported in this boot. What it reported in another boot may be of another machine, which
-/// had this node's name before.
+/// What the host of `node` has, from a report of the boot that the Node names. An older report may be from another machine that had
+/// this node's name.
 pub(crate) fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
     let facts = seen.reports.get(&node.name)?.facts.as_ref()?;
     is_of_boot(facts, node).then_some(facts.resources)

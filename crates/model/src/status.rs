@@ -9,7 +9,7 @@ use k8s_openapi::jiff::Timestamp;
 use super::{
     conditions::{
         ConditionValue, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing, certificate_missing, degraded,
-        needs_user, not_applied, restart_pending, scale_denied,
+        needs_user, not_applied, progressing, ready, restart_pending, scale_denied,
     },
     findings::{Finding, Weight, line},
     gone,
@@ -21,6 +21,11 @@ use api::{
     CONDITION_SCALE_DENIED, FluxInstanceStatus, InstancePhase, KeptDump, Member, NodePhase, Roster, STAND_IN,
 };
 use base::words::many;
+
+/// Longest message of a condition that [`stopped`] keeps, in bytes: as long as Kubernetes' own may be.
+const LONGEST_MESSAGE: usize = 32 << 10;
+/// Most conditions that [`stopped`] keeps: more than there are kinds of them.
+const MOST_CONDITIONS: usize = 16;
 
 /// Picks the obstacle to report: the first that a user has to fix, else the first of all.
 pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {
@@ -87,14 +92,11 @@ pub fn status(
     // Nobody may take an instance without Flux for a real one.
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
-    let ready = if lead_online { "LeadOnline" } else { "LeadNotOnline" };
-    let progressing = if complete { "Complete" } else { "NodesToCome" };
-    // Nothing else of the conditions before stays: whoever had an agent's token can have written others, as large as the API server takes,
-    // and no status could be written any more.
+    // Drops conditions that we do not write: a captured agent's token can add large ones, until no status can be written any more.
     let before = std::mem::take(&mut next.conditions);
     for (type_, value) in [
-        ("Ready", ConditionValue { is_true: lead_online, reason: ready, message: message.clone() }),
-        ("Progressing", ConditionValue { is_true: !complete, reason: progressing, message: message.clone() }),
+        ("Ready", ready(lead_online, &message)),
+        ("Progressing", progressing(complete, &message)),
         ("Degraded", degraded(obstacle, cores_lost, standing, &message)),
         (CONDITION_CERTIFICATE_MISSING, certificate_missing(seen)),
         (CONDITION_SCALE_DENIED, scale),
@@ -210,6 +212,8 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
 pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str, now: Timestamp) -> FluxInstanceStatus {
     let mut next = before.clone();
     next.message = Some(message.to_owned());
+    next.conditions.retain(|condition| condition.message.len() <= LONGEST_MESSAGE);
+    next.conditions.truncate(MOST_CONDITIONS);
     // Keep the old generation: the planner has not evaluated the current spec.
     ConditionValue::yes(reason, message).set("Degraded", &mut next.conditions, before.observed_generation, now);
     next
@@ -490,5 +494,19 @@ mod tests {
         world.status = next;
         let recovered = status(&world.seen(), 1, world.planned().as_ref(), None);
         assert_eq!((recovered.holding("Degraded"), recovered.message.as_deref()), (None, Some("3 of 3 nodes online")));
+    }
+
+    #[test]
+    fn conditions_that_are_not_ours_are_dropped_from_the_status() {
+        let mut world = World::up(3);
+        let own = status(&world.seen(), 1, world.planned().as_ref(), None);
+        world.status = own.clone();
+        for type_ in ["Forged", "Ready"] {
+            let now = Timestamp::from_second(3000).unwrap();
+            let mut forged = Vec::new();
+            ConditionValue::yes("Forged", "x".repeat(1 << 20)).set(type_, &mut forged, 1, now);
+            world.status.conditions.extend(forged);
+        }
+        assert_eq!(status(&world.seen(), 1, world.planned().as_ref(), None), own);
     }
 }

@@ -89,14 +89,15 @@ pub async fn write_status(client: &Client, instance: &FluxInstance, next: &FluxI
 /// # Errors
 /// As [`write_status`].
 pub async fn ignore(client: &Client, instance: &FluxInstance) -> Result<(), ApiError> {
-    let mut status = instance.status.clone().unwrap_or_default();
+    if instance.status.as_ref().is_some_and(|old| old.phase == InstancePhase::Ignored) {
+        return Ok(());
+    }
+    // Nothing of the status before: a captured agent's token can have filled it.
+    let mut status = FluxInstanceStatus::default();
     let message = format!("only the FluxInstance named {INSTANCE} is served");
     let generation = instance.meta().generation.unwrap_or_default();
     ConditionValue::yes("AnotherName", &*message).set("Ignored", &mut status.conditions, generation, clock::now());
     status.phase = InstancePhase::Ignored;
     status.message = Some(message);
-    if instance.status.as_ref().is_some_and(|old| old.phase == InstancePhase::Ignored) {
-        return Ok(());
-    }
     write_status(client, instance, &status).await
 }

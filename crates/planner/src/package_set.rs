@@ -78,8 +78,8 @@ impl Resolver {
     ///
     /// `platforms` are those of the existing nodes; `running` is the digest of the running epoch's set. A published set
     /// answers for the platforms that it was made for: a node of another platform that joins later doesn't cause a new
-    /// resolution until a user asks for one (`spec.packages.refresh`). `has_begun`: a published set may stay until there is an answer;
-    /// false for an instance that has started nothing, for which it may be the set of a deleted one.
+    /// resolution until a user asks for one (`spec.packages.refresh`). `may_keep`: while the answer is not known, the published set may
+    /// be used. False before the instance's first start: the set may be a deleted instance's.
     ///
     /// # Errors
     /// If a call to the API server fails.
@@ -89,11 +89,11 @@ impl Resolver {
         packages: &Packages,
         platforms: &[String],
         running: Option<&str>,
-        has_begun: bool,
+        may_keep: bool,
     ) -> Result<Published, ApiError> {
         let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
         let published = document.as_ref().and_then(|document| serde_json::from_str::<PackageSet>(&document.text).ok());
-        let present = published.clone().filter(|_| has_begun);
+        let kept = published.clone().filter(|_| may_keep);
         if let Some(set) = published.as_ref().filter(|set| answers(set, packages)) {
             (self.running, self.failed) = (None, None);
             return Ok(Published::Is(set.clone()));
@@ -112,8 +112,8 @@ impl Resolver {
         match outcome {
             Some(Ok(set)) => {
                 let mut document = document;
-                if let (Some(document), Some(present)) = (&mut document, &published)
-                    && running == Some(present.digest().as_str())
+                if let (Some(document), Some(published)) = (&mut document, &published)
+                    && running == Some(published.digest().as_str())
                 {
                     let text = std::mem::take(&mut document.text);
                     document.others.insert(CONFIGMAP_PACKAGES_EPOCH_KEY.to_owned(), text);
@@ -127,11 +127,11 @@ impl Resolver {
                 let rest = ASK_AGAIN.saturating_mul(1 << (count - 1).min(8)).min(LONGEST_REST);
                 let reason = Arc::new(reason);
                 self.failed = Some(Failure { question, reason: reason.clone(), count, again: Instant::now() + rest });
-                Ok(until_answered(present, reason))
+                Ok(until_answered(kept, reason))
             }
             None => match &self.failed {
-                Some(failure) if failure.question == question => Ok(until_answered(present, failure.reason.clone())),
-                _ => Ok(present.map_or(Published::Pending, Published::Is)),
+                Some(failure) if failure.question == question => Ok(until_answered(kept, failure.reason.clone())),
+                _ => Ok(kept.map_or(Published::Pending, Published::Is)),
             },
         }
     }
@@ -162,7 +162,8 @@ impl Resolver {
                 access.credentials.as_deref(),
             );
             let http = http.and_then(|access| access.client_for(&packages))?;
-            Ok(resolve(&packages, &platforms, &http, None, |path| host::open_host_file(path.as_ref())).await?)
+            Ok(resolve(&packages, &platforms, &http, None, |path| host::host_root::open_host_file(path.as_ref()))
+                .await?)
         };
         self.running = Some((question, JoinSet::from_iter([work])));
         None
@@ -170,8 +171,8 @@ impl Resolver {
 }
 
 /// The state while a question has no answer: an earlier set stays published.
-fn until_answered(present: Option<PackageSet>, reason: Arc<ResolveError>) -> Published {
-    match present {
+fn until_answered(kept: Option<PackageSet>, reason: Arc<ResolveError>) -> Published {
+    match kept {
         Some(set) => Published::Still(set, reason),
         None => Published::Failed(reason),
     }

@@ -130,7 +130,7 @@ struct Planner {
     protection: Protection,
     /// After a failed write of autoscaler annotations, when to try again.
     protect_again: Option<Instant>,
-    /// Since when some FluxNode can't be written.
+    /// Since when at least one FluxNode can't be written; None if all can.
     unwritten_since: Option<Instant>,
 }
 
@@ -146,7 +146,14 @@ impl Planner {
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
-            instance::ignore(&self.client, other).await?;
+            // What nobody serves keeps nothing from being served.
+            if let Err(error) = instance::ignore(&self.client, other).await {
+                debug!(
+                    error = error_chain(&error),
+                    name = other.name_any(),
+                    "can't tell that a FluxInstance is ignored"
+                );
+            }
         }
         let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
         instance::ensure(&self.client, flux.map(AsRef::as_ref)).await?;
@@ -233,7 +240,8 @@ impl Planner {
         }
         let unwritten = self.publish(&seen, planned.as_ref(), &caches.flux_nodes.state()).await?;
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
-        let obstacle = foremost([obstacle, no_lead, unwritten].into_iter().flatten());
+        // What can not be written may be why there is no lead.
+        let obstacle = foremost([unwritten, obstacle, no_lead].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
@@ -299,8 +307,9 @@ impl Planner {
         wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message })
     }
 
-    /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes. What keeps a FluxNode
-    /// from being written keeps nothing else: its own agent may have made it too large. Returns that, once it has lasted.
+    /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes. A FluxNode that
+    /// the API server refuses to change, perhaps because its own agent has filled it, does not stop the others. After [`REPORT_AFTER`] it
+    /// is returned as an obstacle.
     async fn publish(
         &mut self,
         seen: &Observed<'_>,
@@ -326,7 +335,9 @@ impl Planner {
             return Ok(None);
         };
         let message = error_chain(&error);
-        warn!(error = message, "can't write a FluxNode");
+        if self.unwritten_since.is_none() {
+            warn!(error = message, "can't write a FluxNode");
+        }
         let is_old = self.unwritten_since.get_or_insert_with(Instant::now).elapsed() >= REPORT_AFTER;
         Ok(is_old.then(|| Obstacle::Problem {
             reason: "FluxNodeNotWritten",

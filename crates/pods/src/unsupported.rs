@@ -12,8 +12,9 @@ use crate::{
 };
 use model::matching;
 
-/// All annotations of an object may have 256 KiB, keys included (`TotalAnnotationSizeLimitB` in k8s.io/apimachinery).
-const MOST_ANNOTATIONS: usize = (256 << 10) - LONGEST_RECORD - ANNOTATION_JOB.len();
+/// Most bytes of a pod's annotations, keys included: the 256 KiB that an object may have (`TotalAnnotationSizeLimitB` in
+/// k8s.io/apimachinery), less the record of a job.
+const MOST_ANNOTATION_BYTES: usize = (256 << 10) - LONGEST_RECORD - ANNOTATION_JOB.len();
 
 const HOSTNAME: &str = "kubernetes.io/hostname";
 
@@ -44,11 +45,11 @@ pub enum Unsupported {
          volumeBindingMode Immediate"
     )]
     WaitForFirstConsumer(String),
-    /// The API server adds a binding's annotation without a look at the size. A pod with more than 256 KiB of them is never written
+    /// A binding adds the record of the job without a check of the size. A pod with more than 256 KiB of annotations is never written
     /// again, not even by kubelet.
     #[error(
-        "its annotations leave no room for the record of its job: together they may have {} bytes with scheduler flux",
-        MOST_ANNOTATIONS
+        "its annotations have more than {} bytes, which leaves no room for the record of its job: shorten them",
+        MOST_ANNOTATION_BYTES
     )]
     Annotations,
     /// See [`UnreadableRequest`].
@@ -56,13 +57,13 @@ pub enum Unsupported {
     Request(#[from] UnreadableRequest),
 }
 
-/// Refuses annotations that leave no room for the record of a job.
+/// Checks that the annotations leave room for the record of a job.
 ///
 /// # Errors
 /// [`Unsupported::Annotations`].
-pub fn leave_room_for_a_record(annotations: Option<&Labels>) -> Result<(), Unsupported> {
+pub(crate) fn check_annotations(annotations: Option<&Labels>) -> Result<(), Unsupported> {
     let bytes: usize = annotations.into_iter().flatten().map(|(key, value)| key.len() + value.len()).sum();
-    if bytes > MOST_ANNOTATIONS { Err(Unsupported::Annotations) } else { Ok(()) }
+    if bytes > MOST_ANNOTATION_BYTES { Err(Unsupported::Annotations) } else { Ok(()) }
 }
 
 /// The first field of `spec` that can't be honoured; or else whether the pod's anti-affinity keeps the pods of its gang on
@@ -136,9 +137,9 @@ mod tests {
     #[test]
     fn annotations_leave_room_for_the_record_of_a_job() {
         let with = |bytes: usize| Labels::from([("a".to_owned(), "x".repeat(bytes - 1))]);
-        assert_eq!(leave_room_for_a_record(None), Ok(()));
-        assert_eq!(leave_room_for_a_record(Some(&with(MOST_ANNOTATIONS))), Ok(()));
-        assert_eq!(leave_room_for_a_record(Some(&with(MOST_ANNOTATIONS + 1))), Err(Unsupported::Annotations));
+        assert_eq!(check_annotations(None), Ok(()));
+        assert_eq!(check_annotations(Some(&with(MOST_ANNOTATION_BYTES))), Ok(()));
+        assert_eq!(check_annotations(Some(&with(MOST_ANNOTATION_BYTES + 1))), Err(Unsupported::Annotations));
         assert!(Unsupported::Annotations.to_string().contains("258015 bytes"), "{}", Unsupported::Annotations);
     }
 

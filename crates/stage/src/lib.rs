@@ -3,7 +3,6 @@
 //! It is the one crate that knows host, broker and packages together. It runs as a short-lived process in the host's namespaces,
 //! without network and without an API server.
 
-mod as_nobody;
 mod carry_out;
 mod claim;
 mod configure;
@@ -17,6 +16,7 @@ mod remove;
 mod runnable;
 mod takeover;
 mod trial;
+mod trial_user;
 
 #[cfg(test)]
 #[path = "../../../tests/support/needs.rs"]

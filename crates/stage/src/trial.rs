@@ -10,7 +10,7 @@ use std::{
     process::Command,
 };
 
-use super::as_nobody::{Ended, command, run};
+use super::trial_user::{Ended, command, run};
 use host::child::is_of_another_architecture;
 use hostapi::Refusal;
 

@@ -8,7 +8,10 @@ use std::{
 
 use super::enter::EnterError;
 use crate::queue_dump;
-use host::{NsHost, host_root::copy_in_host_root, open_host_file};
+use host::{
+    NsHost,
+    host_root::{copy_in_host_root, open_host_file},
+};
 use hostapi::look;
 
 /// Arguments of the command.

@@ -135,7 +135,7 @@ async fn fetch_archives(
 ) -> Result<(), StepError> {
     let path = preflight.prefix.join("pkgs");
     let pkgs = make_dirs_in_host_root(&path).map_err(|source| StepError::Directory { path, source })?;
-    let host_file = |path: &str| host::open_host_file(Path::new(path));
+    let host_file = |path: &str| host::host_root::open_host_file(Path::new(path));
     let http = http_client(&ops.client, packages).await?;
     let sources = Sources { peers: peers.to_vec(), mirror: packages.mirror.clone() };
     let (digest, pkgs) = (set.digest(), host_path(&pkgs));

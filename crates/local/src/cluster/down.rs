@@ -41,13 +41,14 @@ pub(crate) async fn run(layout: &Layout) -> Result<bool, LocalError> {
             Network::connect()?.remove_all(&cluster).await?;
             put_back_sysctls(&cluster);
         }
-        // `local up` was killed before it wrote the record, when it had made nothing else in the directory.
-        Err(LocalError::NotUp) if layout.holds_nothing()? => {}
+        // `local up` was killed before it wrote the record: the directory is all that it made.
+        Err(LocalError::NotUp) if layout.is_unused()? => {}
         Err(LocalError::NotUp) => return Err(LocalError::NotOurs(layout.directory().to_owned())),
         Err(error) => return Err(error),
     }
     // The record goes last: without it, nothing in the directory counts as ours.
-    mounts::remove_files(layout.directory(), Some(&layout.cluster()))?;
+    mounts::empty(layout.directory(), &layout.cluster())?;
+    mounts::remove_files(layout.directory())?;
     Ok(true)
 }
 

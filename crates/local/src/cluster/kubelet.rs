@@ -332,7 +332,7 @@ impl Kubelet {
         let (group, directory) = (self.cluster.node_cgroup(&self.name), self.layout.node(&self.name));
         let removed = tokio::task::spawn_blocking(move || {
             cgroup::remove(&group)?;
-            mounts::remove_files(&directory, None)
+            mounts::remove_files(&directory)
         });
         removed.await.context(|| "the task that removes the node's files panicked".to_owned())??;
         self.views.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);

@@ -1,14 +1,10 @@
 //! The state directory, and the two records that suffice to find and take down everything the cluster made.
 
 use std::{
-    ffi::OsStr,
     fs::File,
     io::Write,
     net::Ipv4Addr,
-    os::unix::{
-        ffi::OsStrExt,
-        fs::{DirBuilderExt, PermissionsExt},
-    },
+    os::unix::fs::{DirBuilderExt, PermissionsExt},
     path::{Path, PathBuf},
     process::Stdio,
     time::{Duration, Instant},
@@ -31,8 +27,10 @@ pub(crate) const DIRECTORY_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_DIR";
 /// For tests: a program that each node runs as its agent instead of ours.
 pub(crate) const AGENT_VARIABLE: &str = "FLUX_DISTRIBUTE_LOCAL_AGENT";
 const DEFAULT_DIRECTORY: &str = "/var/lib/flux-distribute-local";
-/// How the names of records begin that are not whole yet.
-const RECORDS: &[u8] = b".flux-distribute-";
+/// How the name of a record begins until it is whole.
+const UNFINISHED: &str = ".flux-distribute-";
+/// How many random characters follow.
+const RANDOM: usize = 6;
 /// The parent cgroup of all local clusters.
 const CGROUP: &str = "flux-distribute-local";
 
@@ -55,6 +53,11 @@ impl Layout {
         let refused = |reason: PrefixError| LocalError::Usage(format!("{DIRECTORY_VARIABLE}: {reason}"));
         check_prefix(&directory).and_then(|()| check_prefix_characters(&directory)).map_err(refused)?;
         Ok(Self { directory })
+    }
+
+    /// True unless [`DIRECTORY_VARIABLE`] names another directory than the default one.
+    pub(crate) fn is_default(&self) -> bool {
+        self.directory == Path::new(DEFAULT_DIRECTORY)
     }
 
     pub(crate) fn directory(&self) -> &Path {
@@ -125,20 +128,28 @@ impl Layout {
         Ok(read_json(&self.node_kind(name))?.unwrap_or_default())
     }
 
-    /// True if the directory does not exist, or is empty.
+    /// True if nothing of anybody else can be in the directory: it does not exist, or holds nothing but records that a killed `up` left
+    /// unfinished.
     ///
     /// # Errors
-    /// It can't be read, or is none.
-    pub(crate) fn holds_nothing(&self) -> Result<bool, LocalError> {
-        match std::fs::read_dir(&self.directory) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(true),
-            found => {
-                let mut found = found.context(|| format!("can't read {}", self.directory.display()))?;
-                // `up` was killed while it wrote the record.
-                Ok(found
-                    .all(|entry| entry.is_ok_and(|entry| entry.file_name().as_encoded_bytes().starts_with(RECORDS))))
+    /// It can't be read, or is not a directory.
+    pub(crate) fn is_unused(&self) -> Result<bool, LocalError> {
+        let failed = || format!("can't read {}", self.directory.display());
+        let entries = match std::fs::read_dir(&self.directory) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(true),
+            entries => entries.context(failed)?,
+        };
+        for entry in entries {
+            let entry = entry.context(failed)?;
+            let name = entry.file_name();
+            let random = name.to_str().and_then(|name| name.strip_prefix(UNFINISHED));
+            let is_record =
+                random.is_some_and(|random| random.len() == RANDOM) && entry.file_type().context(failed)?.is_file();
+            if !is_record {
+                return Ok(false);
             }
         }
+        Ok(true)
     }
 
     /// Reads the record of the cluster, [`Layout::cluster`].
@@ -269,7 +280,7 @@ pub(crate) fn make_private_directory(path: &Path) -> Result<(), LocalError> {
 pub(crate) fn write_private(path: &Path, content: &[u8], replace: bool) -> std::io::Result<()> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     // tempfile creates files with mode 0600.
-    let mut file = tempfile::Builder::new().prefix(OsStr::from_bytes(RECORDS)).tempfile_in(directory)?;
+    let mut file = tempfile::Builder::new().prefix(UNFINISHED).rand_bytes(RANDOM).tempfile_in(directory)?;
     file.write_all(content)?;
     if replace {
         file.persist(path)?;

@@ -8,7 +8,6 @@
 //! - `local down` (`down`) needs none of them: it removes what it finds on disk, in the cgroups and on the bridge.
 
 pub(crate) mod api;
-pub(crate) mod apply;
 pub(crate) mod bound;
 pub(crate) mod cgroup;
 pub(crate) mod check;
@@ -24,6 +23,7 @@ pub(crate) mod kind;
 pub(crate) mod kubelet;
 pub(crate) mod layout;
 pub(crate) mod logs;
+pub(crate) mod manifest;
 pub(crate) mod mounts;
 pub(crate) mod network;
 pub(crate) mod node;

@@ -93,22 +93,29 @@ pub(crate) fn make_directory(path: &Path) -> Result<(), LocalError> {
     fs::create_dir_all(path).context(|| format!("can't make {}", path.display()))
 }
 
-/// Removes a directory of the cluster, and `last` in it after everything else. File systems mounted in it are unmounted first, never
-/// deleted.
-pub(crate) fn remove_files(directory: &Path, last: Option<&Path>) -> Result<(), LocalError> {
+/// Removes everything in a directory of the cluster but the file `kept`. File systems mounted in it are unmounted first, never deleted.
+pub(crate) fn empty(directory: &Path, kept: &Path) -> Result<(), LocalError> {
+    let failed = || format!("can't remove what is in {}", directory.display());
+    let directory = directory.canonicalize().context(failed)?;
+    unmount_all(&directory)?;
+    for entry in fs::read_dir(&directory).context(failed)? {
+        let entry = entry.context(failed)?;
+        let is_directory = entry.file_type().context(failed)?.is_dir();
+        match entry.path() {
+            path if path.file_name() == kept.file_name() => {}
+            path if is_directory => fs::remove_dir_all(path).context(failed)?,
+            path => fs::remove_file(path).context(failed)?,
+        }
+    }
+    Ok(())
+}
+
+/// Removes a directory of the cluster. File systems mounted in it are unmounted first, never deleted.
+pub(crate) fn remove_files(directory: &Path) -> Result<(), LocalError> {
     let failed = || format!("can't remove {}", directory.display());
     match directory.canonicalize() {
         Ok(directory) => {
             unmount_all(&directory)?;
-            for entry in fs::read_dir(&directory).context(failed)? {
-                let entry = entry.context(failed)?;
-                let is_directory = entry.file_type().context(failed)?.is_dir();
-                match entry.path() {
-                    path if last.is_some_and(|last| last.file_name() == path.file_name()) => {}
-                    path if is_directory => fs::remove_dir_all(path).context(failed)?,
-                    path => fs::remove_file(path).context(failed)?,
-                }
-            }
             fs::remove_dir_all(&directory).context(failed)
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),

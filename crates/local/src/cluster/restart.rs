@@ -18,23 +18,24 @@ use api::{ANNOTATION_RESTART, FluxInstance, InstancePhase};
 /// The planner begins a restart within seconds, if there is nothing else to do first.
 const BEGINS_WITHIN: Duration = Duration::from_secs(10);
 
-/// Sets the annotation of which each new value begins the next epoch.
+/// Asks for a restart by the annotation of which each new value begins the next epoch, and waits up to [`BEGINS_WITHIN`] until it begins.
 pub(crate) async fn run(layout: &Layout) -> Result<(), LocalError> {
     let client = objects::client(layout, &layout.load()?)?;
     let instances: Api<FluxInstance> = Api::default_namespaced(client);
-    let before = instances.get_opt(api::INSTANCE).await.context(|| "can't read the FluxInstance".to_owned())?;
-    let before = before.ok_or(LocalError::NoInstance)?.status.unwrap_or_default().epoch;
     let patch = json!({ "metadata": { "annotations": { ANNOTATION_RESTART: Timestamp::now().to_string() } } });
-    let patched = instances.patch(api::INSTANCE, &PatchParams::default(), &Patch::Merge(patch)).await;
-    match patched {
+    let patched = match instances.patch(api::INSTANCE, &PatchParams::default(), &Patch::Merge(patch)).await {
         Err(kube::Error::Api(status)) if status.is_not_found() => return Err(LocalError::NoInstance),
         patched => patched.context(|| "can't annotate the FluxInstance".to_owned())?,
     };
-    // Whoever looks at the status next must not take the old epoch for the new one.
+    let before = patched.status.unwrap_or_default().epoch;
+    // Waits, so that `local status` right after this does not show the old epoch as the result.
     let has_begun = |instance: Option<&FluxInstance>| {
         let status = instance.and_then(|instance| instance.status.as_ref());
         status.is_some_and(|status| status.epoch > before || status.phase == InstancePhase::Restarting)
     };
-    let _ = timeout(BEGINS_WITHIN, await_condition(instances, api::INSTANCE, has_begun)).await;
-    Ok(())
+    match timeout(BEGINS_WITHIN, await_condition(instances, api::INSTANCE, has_begun)).await {
+        Ok(watched) => watched.map(drop).context(|| "can't watch the FluxInstance".to_owned()),
+        // The annotation stays: the restart begins once the planner can.
+        Err(_) => Ok(()),
+    }
 }

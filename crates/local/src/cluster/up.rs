@@ -113,7 +113,7 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
     if !up.no_wait {
         wait::run(layout, &cluster, up.nodes, end).await?;
     }
-    let program = program();
+    let program = invocation(layout);
     match stand_in {
         None => {
             let when = if up.no_wait { "once `local status` shows its nodes Online, " } else { "" };
@@ -132,13 +132,12 @@ async fn bring_up(layout: &Layout, up: &Up, begun: &OnceLock<String>) -> Result<
     print_line(&format!("take it down: {program} local down"))
 }
 
-/// The name by which the user called this program, with the directory if that is not the default one, so that printed commands can be
-/// copied.
-fn program() -> String {
+/// How the user called this program, with the directory if that is not the default one, so that printed commands can be copied.
+fn invocation(layout: &Layout) -> String {
     let program = std::env::args().next().unwrap_or_else(|| "flux-distribute".to_owned());
-    match std::env::var(DIRECTORY_VARIABLE) {
-        Ok(directory) if !directory.is_empty() => format!("{DIRECTORY_VARIABLE}={directory} {program}"),
-        _ => program,
+    match layout.is_default() {
+        true => program,
+        false => format!("{DIRECTORY_VARIABLE}={} {program}", layout.directory().display()),
     }
 }
 
@@ -193,7 +192,7 @@ async fn choose_packages(up: &Up, spec: &mut FluxInstanceSpec) -> Result<Option<
 /// Refuses a directory with a cluster, and one with anything else: `down` removes it with all that is in it.
 async fn refuse_second(layout: &Layout) -> Result<(), LocalError> {
     if !layout.cluster().exists() {
-        return if layout.holds_nothing()? { Ok(()) } else { Err(LocalError::NotOurs(layout.directory().to_owned())) };
+        return if layout.is_unused()? { Ok(()) } else { Err(LocalError::NotOurs(layout.directory().to_owned())) };
     }
     let state = if Control::connect(layout).await.is_ok() { "up" } else { "left over" };
     Err(LocalError::AlreadyUp { state, directory: layout.directory().display().to_string() })

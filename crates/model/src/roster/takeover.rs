@@ -76,11 +76,15 @@ fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, r
         return Some(format!("node {name} can't be the lead: {reason}"));
     }
     if facts(seen, node).is_none() {
-        let message = seen.reports.get(name).and_then(|report| report.message.as_deref());
-        return Some(format!(
-            "node {name} has not passed preflight: {}",
-            message.unwrap_or("its agent has not reported yet")
-        ));
+        let report = seen.reports.get(name);
+        let why = match report.and_then(|report| report.message.as_deref()) {
+            _ if report.is_some_and(|report| report.facts.is_some()) => {
+                "its agent has not reported since the node booted"
+            }
+            Some(message) => message,
+            None => "its agent has not reported yet",
+        };
+        return Some(format!("node {name} has not passed preflight: {why}"));
     }
     if let Some(differs) = prefix::differs(seen, roster, name) {
         return Some(format!("node {name} can't be the lead: {differs}"));

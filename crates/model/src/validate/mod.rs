@@ -55,8 +55,8 @@ fn sizes(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
 fn prefix(path: &Path) -> Option<Finding> {
     let finding = |error: PrefixError| Finding::new("spec.prefix", error.to_string());
     let shape = check_prefix(path).map_err(finding);
-    let of_new_ones = || check_prefix_characters(path).and_then(|()| check_prefix_place(path));
-    shape.and_then(|()| of_new_ones().map_err(|error| finding(error).servable())).err()
+    let rules_for_new = || check_prefix_characters(path).and_then(|()| check_prefix_place(path));
+    shape.and_then(|()| rules_for_new().map_err(|error| finding(error).servable())).err()
 }
 
 /// `kary:0` is Flux's name for a flat tree. Older versions accepted it; users now write `flat`.

@@ -41,10 +41,9 @@ fn credentials_in(field: &str, url: &str) -> Option<Finding> {
 fn no_url(field: &str, given: &str) -> Option<Finding> {
     // Without a scheme, `redacted` can't find the credentials before the `@`, so the message doesn't quote the text.
     let shown = if given.contains('@') { "it".to_owned() } else { format!("{:?}", redacted(given)) };
-    if let Some(host) = url::Url::parse(given)
-        .ok()
-        .filter(|url| url.scheme() == "file")
-        .and_then(|url| url.host_str().map(str::to_owned))
+    if let Ok(url) = url::Url::parse(given)
+        && url.scheme() == "file"
+        && let Some(host) = url.host_str()
     {
         let problem = format!("{shown} names the machine {host:?}, but each node looks on its own disk");
         return Some(Finding::new(field, problem).with_remedy("write three slashes: file:///PATH"));

@@ -258,7 +258,8 @@ fn the_cel_rules_are_in_place_with_the_messages_of_validate() {
     assert_eq!((&prefix["message"], &prefix["optionalOldSelf"]), (&json!(PREFIX_CHARACTERS), &json!(true)));
     let place = &rules(&spec["properties"]["prefix"])[1];
     assert_eq!((&place["message"], &place["optionalOldSelf"]), (&json!(PREFIX_PLACE), &json!(true)));
-    for prefix in ["/run/flux-distribute", "/tmp/x", "//var//run/x", "/proc/x"] {
+    for prefix in ["/run/flux-distribute", "/tmp/x", "//var//run/x", "/proc/x", "/var/tmp", "/./tmp/x", "/var/./lock/x"]
+    {
         assert!(found(&format!("{{prefix: {prefix}}}"))[0].problem.ends_with(PREFIX_PLACE), "{prefix}");
     }
     assert!(found("{prefix: /data/my flux}")[0].problem.ends_with(PREFIX_CHARACTERS));

@@ -67,8 +67,8 @@ impl Planner {
         platforms.dedup();
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         let is_own = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
-        let has_begun = is_own || seen.status.instance_id.is_some();
-        let published = self.resolver.published(&self.client, &seen.spec.packages, &platforms, running, has_begun);
+        let may_keep = is_own || seen.status.instance_id.is_some();
+        let published = self.resolver.published(&self.client, &seen.spec.packages, &platforms, running, may_keep);
         Ok(match published.await? {
             Published::Is(set) => (Some(self.sources.remember(&set)), None),
             Published::Pending => (None, Some(Obstacle::Waiting("the packages are being resolved".to_owned()))),

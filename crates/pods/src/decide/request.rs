@@ -70,8 +70,8 @@ pub(super) fn is_large_enough((_, bridged): (&Job, &BridgedJob), pod: &PodView) 
 }
 
 fn record(gang: &Gang, pods: &[&PodView], threads: u32, pinned: Option<Rank>) -> JobRecord {
-    let member = |pod: &&PodView| MemberPod { name: pod.name.clone(), uid: pod.uid.clone(), index: pod.index };
-    JobRecord { gang: gang.id.clone(), members: pods.iter().map(member).collect(), threads, pinned }
+    let member_pod = |pod: &&PodView| MemberPod { name: pod.name.clone(), uid: pod.uid.clone(), index: pod.index };
+    JobRecord { gang: gang.id.clone(), members: pods.iter().map(member_pod).collect(), threads, pinned }
 }
 
 /// The longest of the pods' durations, in seconds.

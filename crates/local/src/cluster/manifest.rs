@@ -15,21 +15,20 @@ use crate::error::{Context, LocalError};
 /// Creates all objects in `file`, in its order. Of those that exist, changes the fields that the file names, and no others.
 ///
 /// # Errors
-/// [`LocalError::Usage`] if the file can't be read, or names a kind that local mode lacks; [`LocalError::Refused`] if the API server
-/// refuses an object. Those before it are created or changed then.
+/// [`LocalError::Usage`], and nothing is written, if the file can't be read, or names a kind that local mode lacks;
+/// [`LocalError::Refused`] if the API server refuses an object. Those before it are created or changed then.
 pub(crate) async fn apply(layout: &Layout, file: &Path) -> Result<(), LocalError> {
     let client = objects::client(layout, &layout.load()?)?;
-    for object in &read(file)? {
-        let Target { api, kind, name } = target(&client, file, object).await?;
+    for Target { object, api, kind, name } in targets(&client, file).await? {
         let before = match &object.metadata.name {
             Some(name) => api.get_opt(name).await.context(|| format!("can't look for {kind} {name}"))?,
             None => None,
         };
         let applied = match &before {
-            Some(_) => api.patch(&name, &PatchParams::default(), &Patch::Merge(object)).await,
-            None => api.create(&PostParams::default(), object).await,
+            Some(_) => api.patch(&name, &PatchParams::default(), &Patch::Merge(&object)).await,
+            None => api.create(&PostParams::default(), &object).await,
         };
-        let now = applied.map_err(|error| refusal(error, || format!("can't apply {kind} {name}")))?;
+        let now = applied.map_err(|error| failed(error, format!("can't apply {kind} {name}")))?;
         let verb = match before {
             None => "created",
             Some(before) if before.metadata.resource_version == now.metadata.resource_version => "unchanged",
@@ -47,31 +46,40 @@ pub(crate) async fn apply(layout: &Layout, file: &Path) -> Result<(), LocalError
 /// As [`apply`]; [`LocalError::Usage`] too if an object has no name.
 pub(crate) async fn delete(layout: &Layout, file: &Path) -> Result<(), LocalError> {
     let client = objects::client(layout, &layout.load()?)?;
-    let objects = read(file)?;
-    if objects.iter().any(|object| object.metadata.name.is_none()) {
+    let targets = targets(&client, file).await?;
+    if targets.iter().any(|target| target.object.metadata.name.is_none()) {
         return Err(wrong(file, &"an object has no name"));
     }
-    for object in &objects {
-        let Target { api, kind, name } = target(&client, file, object).await?;
+    for Target { api, kind, name, .. } in targets {
         let said = match api.delete(&name, &DeleteParams::default()).await {
             Ok(_) => "deleted",
             Err(kube::Error::Api(status)) if status.code == 404 => "does not exist",
-            Err(error) => return Err(refusal(error, || format!("can't delete {kind} {name}"))),
+            Err(error) => return Err(failed(error, format!("can't delete {kind} {name}"))),
         };
         print_line(&format!("{kind} {name} {said}"))?;
     }
     Ok(())
 }
 
-/// Where the API server has an object.
+/// An object of a file, and where the API server has it.
 struct Target {
+    object: DynamicObject,
     api: Api<DynamicObject>,
     kind: String,
     /// Its name, or how the name begins that the API server gives it.
     name: String,
 }
 
-async fn target(client: &Client, file: &Path, object: &DynamicObject) -> Result<Target, LocalError> {
+/// All objects in `file`.
+async fn targets(client: &Client, file: &Path) -> Result<Vec<Target>, LocalError> {
+    let mut targets = Vec::new();
+    for object in read(file)? {
+        targets.push(target(client, file, object).await?);
+    }
+    Ok(targets)
+}
+
+async fn target(client: &Client, file: &Path, object: DynamicObject) -> Result<Target, LocalError> {
     let types = object.types.clone().ok_or_else(|| wrong(file, &"an object has no kind"))?;
     let kind = GroupVersionKind::try_from(&types).map_err(|error| wrong(file, &error))?;
     let (resource, capabilities) = pinned_kind(client, &kind).await.map_err(|error| match error {
@@ -87,10 +95,10 @@ async fn target(client: &Client, file: &Path, object: &DynamicObject) -> Result<
         (Scope::Namespaced, None) => Api::default_namespaced_with(client.clone(), &resource),
     };
     let name = object.metadata.name.clone().or(object.metadata.generate_name.clone()).unwrap_or_default();
-    Ok(Target { api, kind: types.kind, name })
+    Ok(Target { object, api, kind: types.kind, name })
 }
 
-/// All objects in `file`.
+/// Parses the objects in `file`.
 fn read(file: &Path) -> Result<Vec<DynamicObject>, LocalError> {
     let text = std::fs::read_to_string(file).map_err(|error| wrong(file, &error))?;
     let mut objects = Vec::new();
@@ -110,9 +118,9 @@ fn wrong(file: &Path, error: &dyn Display) -> LocalError {
     LocalError::Usage(format!("can't read {}: {error}", file.display()))
 }
 
-fn refusal(error: kube::Error, what: impl Fn() -> String) -> LocalError {
+fn failed(error: kube::Error, what: String) -> LocalError {
     match error {
-        kube::Error::Api(status) => LocalError::Refused { what: what(), why: status.message.clone() },
-        error => LocalError::Failed { what: what(), source: error.into() },
+        kube::Error::Api(status) => LocalError::Refused { what, why: status.message.clone() },
+        error => LocalError::Failed { what, source: error.into() },
     }
 }

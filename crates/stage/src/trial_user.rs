@@ -1,4 +1,5 @@
-//! Runs a program of a package set as a user that no other process has, within a limit of time.
+//! Runs a program of a package set under [`TRIAL_ID`], which no other process has, and for at most [`TIMEOUT`]. In a user namespace without
+//! that id: as nobody(5).
 
 use std::{
     fs, io,
@@ -44,13 +45,13 @@ pub(super) enum Ended {
 /// Runs `command` until it ends, or [`TIMEOUT`] is over.
 ///
 /// # Errors
-/// If it can't be started.
+/// If it can't be started or waited for.
 pub(super) fn run(mut command: Command) -> io::Result<Ended> {
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     let id = trial_id(
         &["uid_map", "gid_map"].map(|map| fs::read_to_string(format!("/proc/self/{map}")).unwrap_or_default()),
     );
-    let nobody_else = User {
+    let trial_user = User {
         name: id.to_string(),
         uid: id,
         gid: id,
@@ -59,7 +60,7 @@ pub(super) fn run(mut command: Command) -> io::Result<Ended> {
         groups: Vec::new(),
         known: false,
     };
-    boundary::become_user(&mut command, &nobody_else);
+    boundary::become_user(&mut command, &trial_user);
     let mut child = command.spawn()?;
     let (stdout, stderr) = (Kept::of(child.stdout.take()), Kept::of(child.stderr.take()));
     let status = wait_until(&mut child, Instant::now() + TIMEOUT)?;
