@@ -98,7 +98,7 @@ fi
 
 [ -z "${BINARY:-}" ] || [ -x "$BINARY" ] || fail "there is no program $BINARY"
 case $flux in auto | required | none) ;; *) fail "FLUX is $flux; it may be auto, required or none" ;; esac
-"${sudo[@]}" test ! -e "$state/cluster.json" || fail "a local cluster is up, or left over, in $state: take it down first with \`make demo-down\`"
+! "${sudo[@]}" test -e "$state/cluster.json" || fail "a local cluster is up, or left over, in $state: take it down first with \`make demo-down\`"
 why=
 option=(--flux "$flux")
 if [ "$flux" = none ]; then
@@ -127,6 +127,8 @@ source=()
 output=$(mktemp)
 finish() {
     local code=$?
+    # A terminal that is gone keeps nothing from being taken down.
+    set +e
     trap - EXIT
     local end="it did not get to its end" begun=
     [ "$code" -lt 129 ] || end=interrupted
@@ -134,7 +136,7 @@ finish() {
     ! grep -q '^API server at ' "$output" || begun=1
     rm -f "$output"
     # `local up` takes down itself what it gives up, and says so.
-    if [ "$code" != 0 ] && [ -n "$begun" ] && "${sudo[@]}" test -e "$state/cluster.json"; then
+    if [ "$code" != 0 ] && [ -n "$begun" ]; then
         echo "demo: $end, and is taken down"
         "${sudo[@]}" "$binary" local down
     elif [ "$code" -ge 129 ]; then

@@ -33,6 +33,8 @@ async fn an_invalid_spec_is_refused_with_the_message_of_validate() {
         (json!({"broker": {"checkpointPeriod": "soon"}}), "spec.broker.checkpointPeriod: "),
         (json!({"prefix": "opt/flux"}), "spec.prefix: "),
         (json!({"prefix": "/data/my flux"}), "spec.prefix: \"/data/my flux\" has characters other than"),
+        (json!({"prefix": "/tmp/x"}), "spec.prefix: \"/tmp/x\" is in a directory that does not outlast a boot"),
+        (json!({"prefix": "/var/./lock/x"}), "is in a directory that does not outlast a boot"),
         (json!({"packages": {"channels": ["conda-forge"], "bundle": null}}), "spec.packages.channels[0]: "),
         (json!({"packages": {"specs": ["flux-core ==="], "bundle": null}}), "spec.packages.specs[0]: "),
         (json!({"packages": {"glibc": "two"}}), "spec.packages.glibc: "),

@@ -392,11 +392,16 @@ pub enum InstancePhase {
     Other(String),
 }
 
+/// Longest text of the status that a planner keeps from the status before, in characters: as long as the name of an object may be. Whoever
+/// has an agent's token could otherwise fill the status until nobody can write it.
+const LONGEST_KEPT: u64 = 253;
+
 /// A dump, and where it is.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct KeptDump {
     /// The node that has it.
+    #[schemars(length(max = LONGEST_KEPT))]
     pub node: String,
     /// The dump.
     #[serde(flatten)]
@@ -429,9 +434,11 @@ pub struct FluxInstanceStatus {
     pub message: Option<String>,
     /// Identity of the Flux instance. Set once the lead was online; from then on the roster is never thrown away.
     #[serde(default, rename = "instanceID", skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = LONGEST_KEPT))]
     pub instance_id: Option<String>,
     /// The user that owns the brokers. Set once the lead was online; from then on no change of `spec.broker.runAs` takes effect.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = LONGEST_KEPT))]
     pub run_as: Option<String>,
     /// The current epoch; counts the coordinated starts.
     #[serde(default)]
@@ -441,6 +448,7 @@ pub struct FluxInstanceStatus {
     pub revision: u64,
     /// Name of the node with rank 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = LONGEST_KEPT))]
     pub lead: Option<String>,
     /// Number of members.
     #[serde(default)]
@@ -460,6 +468,7 @@ pub struct FluxInstanceStatus {
     pub pods: Option<PodCounts>,
     /// Digest of the package set of the running epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = LONGEST_KEPT))]
     pub digest: Option<String>,
     /// The newest dump of the queue.
     #[serde(default, skip_serializing_if = "Option::is_none")]

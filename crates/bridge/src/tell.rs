@@ -11,10 +11,6 @@ use serde_json::json;
 use cluster::{ApiError, call, gone_is_fine, patch_params, publish};
 use pods::action::{PodRef, Reason, Tell};
 
-/// Longest message of a condition, in characters: the policy `flux-distribute-own-pod` permits 4096. The words of an API server, of a webhook
-/// or of Flux may be longer.
-const LONGEST_MESSAGE: usize = 4096;
-
 /// Writes condition PodScheduled=False, which `kubectl describe` and autoscalers read.
 ///
 /// # Errors
@@ -25,7 +21,7 @@ pub(crate) async fn condition(client: &Client, tell: &Tell) -> Result<(), ApiErr
         "type": "PodScheduled",
         "status": "False",
         "reason": tell.reason.word(),
-        "message": tell.message.chars().take(LONGEST_MESSAGE).collect::<String>(),
+        "message": tell.message,
         "lastTransitionTime": Time(Timestamp::now()),
     });
     let patch = json!({ "metadata": { "uid": tell.pod.uid }, "status": { "conditions": [condition] } });

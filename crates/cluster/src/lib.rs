@@ -140,11 +140,13 @@ impl ApiError {
     }
 
     /// True if the API server refuses this object for what is in it: it is invalid, or too large for the API server or for etcd, whose
-    /// refusal comes as 500. Other objects would get every other answer, too.
+    /// refusal comes as 500, in etcd's words or in those of gRPC.
     pub fn is_about_the_object(&self) -> bool {
         let Self::Api { source, .. } = self else { return false };
         let kube::Error::Api(status) = source.as_ref() else { return false };
-        matches!(status.code, 413 | 422) || (status.code == 500 && status.message.contains("request is too large"))
+        let is_too_large =
+            || ["request is too large", "message larger than max"].iter().any(|words| status.message.contains(words));
+        matches!(status.code, 413 | 422) || (status.code == 500 && is_too_large())
     }
 
     /// How long the API server wants to be left alone, if it is too busy for the call. None if a PodDisruptionBudget forbids an eviction,
@@ -191,6 +193,7 @@ mod tests {
             (422, "spec.reason: Too long", true),
             (413, "", true),
             (500, "etcdserver: request is too large", true),
+            (500, "rpc error: code = ResourceExhausted desc = trying to send message larger than max (3 vs. 2)", true),
             (500, "failed calling webhook", false),
             (403, "", false),
             (409, "", false),

@@ -12,8 +12,8 @@ use super::{
     roster::epoch::Restart,
 };
 use api::{
-    CONDITION_AGENTS_MISSING, CONDITION_NOT_APPLIED, CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED,
-    FluxInstanceStatus, Roster,
+    CONDITION_AGENTS_MISSING, CONDITION_CERTIFICATE_MISSING, CONDITION_NOT_APPLIED, CONDITION_RESTART_PENDING,
+    CONDITION_SCALE_DENIED, FluxInstanceStatus, Roster,
 };
 use base::words::many;
 
@@ -36,6 +36,29 @@ pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down
 /// Message while the certificate's Secret is gone and brokers may still use the certificate that was in it.
 pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
                                        member's agent that has the same certificate; if no host has it any more, put it back";
+
+/// The types of the conditions that the planner writes.
+const OURS: [&str; 8] = [
+    "Ready",
+    "Progressing",
+    "Degraded",
+    CONDITION_CERTIFICATE_MISSING,
+    CONDITION_SCALE_DENIED,
+    CONDITION_RESTART_PENDING,
+    CONDITION_NOT_APPLIED,
+    CONDITION_AGENTS_MISSING,
+];
+/// Longest message of a condition that is kept, in characters.
+pub(super) const LONGEST_MESSAGE: usize = 8192;
+
+/// One of each type that we write. A captured agent's token can add others, and large ones, until no status can be written any more.
+pub(super) fn ours(conditions: &[Condition]) -> Vec<Condition> {
+    let is_kept = |type_: &str, condition: &Condition| {
+        condition.type_ == type_ && condition.message.chars().count() <= LONGEST_MESSAGE
+    };
+    let find = |type_: &&str| conditions.iter().find(|condition| is_kept(type_, condition)).cloned();
+    OURS.iter().filter_map(find).collect()
+}
 
 /// What a condition says.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -8,8 +8,9 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::{
     conditions::{
-        ConditionValue, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing, certificate_missing, degraded,
-        needs_user, not_applied, progressing, ready, restart_pending, scale_denied,
+        ConditionValue, LONGEST_MESSAGE, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing,
+        certificate_missing, degraded, needs_user, not_applied, ours, progressing, ready, restart_pending,
+        scale_denied,
     },
     findings::{Finding, Weight, line},
     gone,
@@ -21,11 +22,6 @@ use api::{
     CONDITION_SCALE_DENIED, FluxInstanceStatus, InstancePhase, KeptDump, Member, NodePhase, Roster, STAND_IN,
 };
 use base::words::many;
-
-/// Longest message of a condition that [`stopped`] keeps, in bytes: as long as Kubernetes' own may be.
-const LONGEST_MESSAGE: usize = 32 << 10;
-/// Most conditions that [`stopped`] keeps: more than there are kinds of them.
-const MOST_CONDITIONS: usize = 16;
 
 /// Picks the obstacle to report: the first that a user has to fix, else the first of all.
 pub fn foremost(found: impl IntoIterator<Item = Obstacle>) -> Option<Obstacle> {
@@ -92,8 +88,7 @@ pub fn status(
     // Nobody may take an instance without Flux for a real one.
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
-    // Drops conditions that we do not write: a captured agent's token can add large ones, until no status can be written any more.
-    let before = std::mem::take(&mut next.conditions);
+    next.conditions = ours(&next.conditions);
     for (type_, value) in [
         ("Ready", ready(lead_online, &message)),
         ("Progressing", progressing(complete, &message)),
@@ -104,7 +99,6 @@ pub fn status(
         (CONDITION_NOT_APPLIED, not_applied),
         (CONDITION_AGENTS_MISSING, agents_missing),
     ] {
-        next.conditions.extend(before.iter().find(|condition| condition.type_ == type_).cloned());
         value.set(type_, &mut next.conditions, generation, now);
     }
     next.message = Some(message);
@@ -210,10 +204,11 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
 /// The status while the planner can't plan at all: the previous status with the reason as message and condition
 /// Degraded.
 pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str, now: Timestamp) -> FluxInstanceStatus {
+    // It may quote what somebody has written.
+    let message: String = message.chars().take(LONGEST_MESSAGE).collect();
     let mut next = before.clone();
-    next.message = Some(message.to_owned());
-    next.conditions.retain(|condition| condition.message.len() <= LONGEST_MESSAGE);
-    next.conditions.truncate(MOST_CONDITIONS);
+    next.message = Some(message.clone());
+    next.conditions = ours(&before.conditions);
     // Keep the old generation: the planner has not evaluated the current spec.
     ConditionValue::yes(reason, message).set("Degraded", &mut next.conditions, before.observed_generation, now);
     next
@@ -494,6 +489,23 @@ mod tests {
         world.status = next;
         let recovered = status(&world.seen(), 1, world.planned().as_ref(), None);
         assert_eq!((recovered.holding("Degraded"), recovered.message.as_deref()), (None, Some("3 of 3 nodes online")));
+    }
+
+    #[test]
+    fn what_the_planner_can_not_read_is_told_once_however_long_it_is() {
+        let mut world = World::up(3);
+        let forged = |number: u32| {
+            let mut forged = Vec::new();
+            let type_ = format!("Forged{number}");
+            ConditionValue::yes("Forged", "").set(&type_, &mut forged, 1, Timestamp::default());
+            forged
+        };
+        world.status.conditions = (0..20).flat_map(forged).collect();
+        let why = "é".repeat(1 << 20);
+        let at = |second| Timestamp::from_second(second).unwrap();
+        let once = stopped(&world.status, "MalformedRoster", &why, at(2000));
+        assert_eq!(stopped(&once, "MalformedRoster", &why, at(3000)), once);
+        assert!(serde_json::to_string(&once).unwrap().len() < 100_000);
     }
 
     #[test]

@@ -241,7 +241,7 @@ impl Planner {
         let unwritten = self.publish(&seen, planned.as_ref(), &caches.flux_nodes.state()).await?;
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
         // What can not be written may be why there is no lead.
-        let obstacle = foremost([unwritten, obstacle, no_lead].into_iter().flatten());
+        let obstacle = foremost([obstacle, unwritten, no_lead].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await

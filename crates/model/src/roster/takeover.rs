@@ -77,14 +77,13 @@ fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, r
     }
     if facts(seen, node).is_none() {
         let report = seen.reports.get(name);
-        let why = match report.and_then(|report| report.message.as_deref()) {
-            _ if report.is_some_and(|report| report.facts.is_some()) => {
-                "its agent has not reported since the node booted"
-            }
-            Some(message) => message,
-            None => "its agent has not reported yet",
-        };
-        return Some(format!("node {name} has not passed preflight: {why}"));
+        // An agent keeps the facts of the boot before until preflight passes again.
+        let since = if report.is_some_and(|report| report.facts.is_some()) { " since it booted" } else { "" };
+        let message = report.and_then(|report| report.message.as_deref());
+        return Some(format!(
+            "node {name} has not passed preflight{since}: {}",
+            message.unwrap_or("its agent has not reported yet")
+        ));
     }
     if let Some(differs) = prefix::differs(seen, roster, name) {
         return Some(format!("node {name} can't be the lead: {differs}"));

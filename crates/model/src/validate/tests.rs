@@ -284,6 +284,7 @@ fn values_that_older_versions_accepted_are_wrong_but_still_servable() {
         ("{nodes: {selector: {}}}", true),
         ("{nodes: {tolerations: [{key: a, operator: Exists, value: b}]}}", true),
         ("{prefix: /data/my flux}", true),
+        ("{prefix: /tmp/x}", true),
         ("{prefix: data/flux}", false),
         ("{topology: 'ring'}", false),
         ("{lead: 'Bad Name'}", false),

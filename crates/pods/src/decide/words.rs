@@ -12,6 +12,9 @@ use crate::{
 
 /// How long a gang waits in the queue before the bridge says so about its pods.
 const TELL_AFTER: Millis = 5 * SECOND;
+/// Longest message, in characters: the policy `flux-distribute-own-pod` permits a condition 4096. The words of an API server, of a webhook or of
+/// Flux may be longer.
+const LONGEST_MESSAGE: usize = 4096;
 /// How long a gang waits before its pods are Unschedulable, so that an autoscaler adds nodes for them.
 pub const AUTOSCALE_AFTER: Millis = 30 * SECOND;
 /// How often a message changes that has the same reason.
@@ -127,16 +130,17 @@ pub(super) fn is_not_taken_up(pod: &PodView, now: Millis) -> bool {
 
 fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words, is_condition: bool) {
     let Words { reason, message } = words;
+    let message: String = message.chars().take(LONGEST_MESSAGE).collect();
     let shown = pod.plan.as_ref().and_then(|plan| plan.told.as_ref());
     let has_reason = shown.is_some_and(|(shown, _)| shown == reason.word());
-    let has_message = shown.is_some_and(|(_, shown)| shown == message);
+    let has_message = shown.is_some_and(|(_, shown)| *shown == message);
     if is_condition && has_reason && has_message {
         return;
     }
     let told = memory.told.entry(pod.uid.clone()).or_default();
     if let Some((before, at)) = told.get(reason) {
         let again = at.saturating_add(TELL_EVERY);
-        let is_same = before == message && (!is_condition || has_reason);
+        let is_same = *before == message && (!is_condition || has_reason);
         if is_same || round.now < again {
             if !is_same {
                 round.wake_at(again);
@@ -149,6 +153,6 @@ fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words, is
         told.clear();
     }
     told.insert(*reason, (message.clone(), round.now));
-    let (reason, message) = (*reason, message.clone());
+    let reason = *reason;
     round.actions.push(Action::Tell(Box::new(Tell { pod: PodRef::from(pod), reason, message, is_condition })));
 }
