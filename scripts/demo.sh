@@ -136,7 +136,7 @@ finish() {
     ! grep -q '^API server at ' "$output" || begun=1
     rm -f "$output"
     # `local up` takes down itself what it gives up, and says so.
-    if [ "$code" != 0 ] && [ -n "$begun" ]; then
+    if [ "$code" != 0 ] && [ -n "$begun" ] && "${sudo[@]}" test -e "$state/cluster.json"; then
         echo "demo: $end, and is taken down"
         "${sudo[@]}" "$binary" local down
     elif [ "$code" -ge 129 ]; then

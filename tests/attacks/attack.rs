@@ -64,7 +64,8 @@ pub fn owned_or_writable_by_users(cluster: &Cluster) -> BTreeSet<(String, String
     let places = ["/etc", "/home", "/opt", "/root", "/run", "/srv", "/var/lib", "/var/log"];
     let theirs = ["(", "-uid", USER, "-o", "-gid", USER, "-o", "-perm", "-o=w", "!", "-type", "l", ")"];
     let look = |node: String| {
-        let words = [&["find"], &places[..], &["-xdev"], &theirs, &["!", "-type", "s"]].concat();
+        let words =
+            [&["find"], &places[..], &["-ignore_readdir_race", "-xdev"], &theirs, &["!", "-type", "s"]].concat();
         let found = cluster.exec(&node, &words);
         found.lines().map(|path| (node.clone(), path.to_owned())).collect::<Vec<_>>()
     };

@@ -39,6 +39,8 @@ pub const VERSION: &str = "v1alpha1";
 pub const NAMESPACE: &str = "flux-distribute";
 /// The only FluxInstance that the planner serves; any other one gets the condition `Ignored`.
 pub const INSTANCE: &str = "flux";
+/// spec.schedulerName of the pods that are bridged.
+pub const SCHEDULER: &str = "flux";
 /// The DaemonSet that runs the agents, except those on control planes; and label `app` of all of them.
 pub const DAEMONSET: &str = "install-flux";
 /// ConfigMap from which the planner creates the first [`FluxInstance`], once.

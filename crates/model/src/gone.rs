@@ -29,14 +29,14 @@ pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String>
 pub fn spec(members: &Members, roster: &Roster, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
     let rank = members.rank_on(&before.node_name)?;
     let reason = message(members, roster, rank)?;
-    Some(FluxNodeSpec { lost_by_lead: !members.is_online(rank), reason: Some(reason), ..before.clone() })
+    Some(FluxNodeSpec { lost_by_lead: !members.is_shown_online(rank), reason: Some(reason), ..before.clone() })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{project::project_all, roster::tests::World, status::status};
-    use api::FluxNode;
+    use api::{FluxNode, NodePhase};
 
     /// The spec of the FluxNode of `node` once its Node is gone, and the instance's message.
     fn without(node: &str, change: impl FnOnce(&mut World)) -> (FluxNodeSpec, String) {
@@ -53,6 +53,23 @@ mod tests {
         let projected = project_all(&seen, world.planned().as_ref(), [&before], |_| false);
         let line = status(&seen, 1, world.planned().as_ref(), None).message.unwrap();
         (projected.into_iter().next().unwrap().1, line)
+    }
+
+    /// The last broker that missed the lead has ended and comes up again, so nobody reports that it misses it.
+    #[test]
+    fn a_lead_whose_node_is_gone_stays_offline_while_no_broker_that_is_online_hears_it() {
+        type Change = fn(&mut World);
+        let gone: Change = |world| world.nodes.retain(|view| view.name != "node3");
+        let off: Change = |world| world.nodes.iter_mut().for_each(|view| view.ready &= view.name != "node3");
+        for (phase, change, is_offline) in
+            [(NodePhase::Online, gone, false), (NodePhase::Starting, gone, true), (NodePhase::Starting, off, true)]
+        {
+            let (spec, line) = without("node1", |world| {
+                change(world);
+                world.reports.get_mut("node2").unwrap().phase = phase.clone();
+            });
+            assert_eq!((spec.lost_by_lead, line.contains("and the queue with it")), (is_offline, is_offline), "{line}");
+        }
     }
 
     #[test]

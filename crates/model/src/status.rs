@@ -48,7 +48,7 @@ pub fn status(
     let (roster, members) = (planned.map(|planned| planned.roster), planned.map(|planned| &planned.members));
     let mut next = counted(seen, planned);
     next.observed_generation = generation;
-    let lead_online = members.is_some_and(|members| members.is_online(0));
+    let lead_online = members.is_some_and(|members| members.is_shown_online(0));
     let complete = lead_online && next.online == next.size;
     let shut_down = roster.is_some_and(|roster| roster.closing.is_none() && is_shut_down(seen, roster));
     let coming_up = !complete && planned.is_some_and(|Planned { roster, members }| is_coming_up(seen, roster, members));
@@ -154,7 +154,7 @@ fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     next.digest = Some(roster.settings.digest.clone());
     next.lead = roster.lead().map(|member| member.node.clone());
     next.size = count(roster.members());
-    next.online = count(roster.ranks.keys().filter(|rank| members.is_online(**rank)));
+    next.online = count(roster.ranks.keys().filter(|rank| members.is_shown_online(**rank)));
     if roster.established {
         next.instance_id = Some(roster.instance_id.clone());
     }
@@ -197,7 +197,7 @@ fn is_coming_up(seen: &Observed, roster: &Roster, members: &Members) -> bool {
 
 /// The members that are not online, and their ranks.
 fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item = (u32, &'a Member)> {
-    let ranks = roster.ranks.iter().filter(|(rank, _)| !members.is_online(**rank));
+    let ranks = roster.ranks.iter().filter(|(rank, _)| !members.is_shown_online(**rank));
     ranks.filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)))
 }
 

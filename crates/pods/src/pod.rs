@@ -12,9 +12,8 @@ use crate::{
     time::{Millis, SECOND},
     unsupported::{Unsupported, check_annotations, spreads},
 };
+use api::SCHEDULER;
 
-/// spec.schedulerName of the pods that are bridged.
-pub const SCHEDULER: &str = "flux";
 /// Annotation: the gang's name.
 pub const ANNOTATION_GANG: &str = "distribute.flux-framework.org/gang";
 /// Annotation: the number of pods in the gang.

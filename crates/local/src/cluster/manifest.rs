@@ -4,7 +4,9 @@ use std::{fmt::Display, path::Path};
 
 use kube::{
     Api, Client,
-    api::{DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, PostParams},
+    api::{
+        DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, PostParams, Request, ValidationDirective,
+    },
     discovery::{Scope, pinned_kind},
 };
 use serde::Deserialize;
@@ -19,14 +21,15 @@ use crate::error::{Context, LocalError};
 /// [`LocalError::Refused`] if the API server refuses an object. Those before it are created or changed then.
 pub(crate) async fn apply(layout: &Layout, file: &Path) -> Result<(), LocalError> {
     let client = objects::client(layout, &layout.load()?)?;
+    let strictly = PatchParams { field_validation: Some(ValidationDirective::Strict), ..PatchParams::default() };
     for Target { object, api, kind, name } in targets(&client, file).await? {
         let before = match &object.metadata.name {
             Some(name) => api.get_opt(name).await.context(|| format!("can't look for {kind} {name}"))?,
             None => None,
         };
         let applied = match &before {
-            Some(_) => api.patch(&name, &PatchParams::default(), &Patch::Merge(&object)).await,
-            None => api.create(&PostParams::default(), &object).await,
+            Some(_) => api.patch(&name, &strictly, &Patch::Merge(&object)).await,
+            None => create(&client, &api, &object).await,
         };
         let now = applied.map_err(|error| failed(error, format!("can't apply {kind} {name}")))?;
         let verb = match before {
@@ -38,6 +41,20 @@ pub(crate) async fn apply(layout: &Layout, file: &Path) -> Result<(), LocalError
         print_line(&format!("{kind} {} {verb}{note}", now.metadata.name.unwrap_or(name)))?;
     }
     Ok(())
+}
+
+/// Creates `object`, unless it has fields that the API server does not know: [`PostParams`] has no word for that.
+async fn create(
+    client: &Client,
+    api: &Api<DynamicObject>,
+    object: &DynamicObject,
+) -> Result<DynamicObject, kube::Error> {
+    let body = serde_json::to_vec(object).map_err(kube::Error::SerdeError)?;
+    let mut request =
+        Request::new(api.resource_url()).create(&PostParams::default(), body).map_err(kube::Error::BuildRequest)?;
+    let strictly = format!("{}?fieldValidation=Strict", request.uri().path());
+    *request.uri_mut() = strictly.parse().map_err(|error| kube::Error::Service(Box::new(error)))?;
+    client.request(request).await
 }
 
 /// Deletes all objects in `file`, in its order. Those that do not exist are named, and are no error.

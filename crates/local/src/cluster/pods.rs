@@ -3,24 +3,30 @@
 use std::io::Write;
 
 use k8s_openapi::api::core::v1::Pod;
-use kube::{Api, ResourceExt, api::ListParams};
+use kube::{Api, ResourceExt, api::ListParams, core::DeserializeGuard};
 
 use super::{io, layout::Layout, objects};
 use crate::error::{Context, LocalError};
+use api::{FluxInstance, SCHEDULER};
 
 /// Prints the table.
 pub(crate) async fn run(layout: &Layout) -> Result<(), LocalError> {
     let client = objects::client(layout, &layout.load()?)?;
+    let instances: Api<DeserializeGuard<FluxInstance>> = Api::default_namespaced(client.clone());
+    let instance = instances.get_opt(api::INSTANCE).await.context(|| "can't read the FluxInstance".to_owned())?;
+    let is_on = instance.and_then(|instance| instance.0.ok()).is_some_and(|instance| instance.spec.pods.enabled);
     let pods =
         Api::<Pod>::all(client).list(&ListParams::default()).await.context(|| "can't list the pods".to_owned())?;
     let head = ["NAMESPACE", "NAME", "STATUS", "NODE", "MESSAGE"].map(str::to_owned);
-    let rows: Vec<_> = std::iter::once(head).chain(pods.items.iter().map(row)).collect();
+    let rows: Vec<_> = std::iter::once(head).chain(pods.items.iter().map(|pod| row(pod, is_on))).collect();
     std::io::stdout().write_all(io::table(&rows).as_bytes()).context(|| "can't write to stdout".to_owned())
 }
 
-fn row(pod: &Pod) -> [String; 5] {
+/// `is_on`: Flux schedules pods.
+fn row(pod: &Pod, is_on: bool) -> [String; 5] {
     let (spec, status) = (pod.spec.clone().unwrap_or_default(), pod.status.clone().unwrap_or_default());
     let is_deleting = pod.metadata.deletion_timestamp.is_some();
+    let has_ended = matches!(status.phase.as_deref(), Some("Failed" | "Succeeded"));
     let phase = if is_deleting { Some("Terminating".to_owned()) } else { status.phase };
     // Why it waits, or how it ended.
     let waits =
@@ -28,12 +34,18 @@ fn row(pod: &Pod) -> [String; 5] {
     let mut states =
         status.container_statuses.into_iter().flatten().filter_map(|container| container.state?.terminated);
     let ended = states.find_map(|terminated| terminated.message);
+    let nobody = match spec.scheduler_name.as_deref() {
+        _ if spec.node_name.is_some() || has_ended => None,
+        Some(SCHEDULER) if is_on => None,
+        Some(SCHEDULER) => Some("Flux schedules no pods here: that takes Flux, and a cluster of `local up --pods`"),
+        _ => Some("local mode has no scheduler but flux: set spec.schedulerName"),
+    };
     [
         pod.namespace().unwrap_or_default(),
         pod.name_any(),
         phase.unwrap_or_default(),
         spec.node_name.unwrap_or_else(|| "-".to_owned()),
-        ended.or(waits.and_then(|waits| waits.message)).unwrap_or_default(),
+        ended.or(waits.and_then(|waits| waits.message)).or(nobody.map(str::to_owned)).unwrap_or_default(),
     ]
 }
 
@@ -62,9 +74,18 @@ mod tests {
                 "Failed node1 no such program",
             ),
         ] {
-            let pod =
-                json!({"metadata": {"name": "a"}, "spec": {"nodeName": node, "containers": []}, "status": status});
-            assert_eq!(row(&serde_json::from_value(pod).unwrap())[2..].join(" "), expected);
+            let spec = json!({"nodeName": node, "containers": [], "schedulerName": "flux"});
+            let pod = json!({"metadata": {"name": "a"}, "spec": spec, "status": status});
+            assert_eq!(row(&serde_json::from_value(pod).unwrap(), true)[2..].join(" "), expected);
+        }
+    }
+    #[test]
+    fn a_row_says_if_nobody_schedules_the_pod() {
+        for (scheduler, words) in [("flux", "local up --pods"), ("default-scheduler", "set spec.schedulerName")] {
+            let spec = json!({"containers": [], "schedulerName": scheduler});
+            let pod = json!({"metadata": {"name": "a"}, "spec": spec, "status": {"phase": "Pending"}});
+            let row = row(&serde_json::from_value(pod).unwrap(), false);
+            assert!(row[4].contains(words), "{row:?}");
         }
     }
 }
