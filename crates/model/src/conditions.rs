@@ -37,8 +37,8 @@ pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down
 pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
                                        member's agent that has the same certificate; if no host has it any more, put it back";
 
-/// The types of the conditions that the planner writes.
-const OURS: [&str; 8] = [
+/// The types of the conditions that the planner writes, in the order of the values that [`status`](super::status::status) gives them.
+pub(super) const OURS: [&str; 8] = [
     "Ready",
     "Progressing",
     "Degraded",

@@ -8,7 +8,7 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::{
     conditions::{
-        ConditionValue, LONGEST_MESSAGE, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing,
+        ConditionValue, LONGEST_MESSAGE, OURS, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing,
         certificate_missing, degraded, needs_user, not_applied, ours, progressing, ready, restart_pending,
         scale_denied,
     },
@@ -18,8 +18,7 @@ use super::{
     roster::epoch::{Restart, restart},
 };
 use api::{
-    CONDITION_AGENTS_MISSING, CONDITION_CERTIFICATE_MISSING, CONDITION_NOT_APPLIED, CONDITION_RESTART_PENDING,
-    CONDITION_SCALE_DENIED, FluxInstanceStatus, InstancePhase, KeptDump, Member, NodePhase, Roster, STAND_IN,
+    CONDITION_RESTART_PENDING, FluxInstanceStatus, InstancePhase, KeptDump, Member, NodePhase, Roster, STAND_IN,
 };
 use base::words::many;
 
@@ -89,16 +88,17 @@ pub fn status(
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     next.conditions = ours(&next.conditions);
-    for (type_, value) in [
-        ("Ready", ready(lead_online, &message)),
-        ("Progressing", progressing(complete, &message)),
-        ("Degraded", degraded(obstacle, cores_lost, standing, &message)),
-        (CONDITION_CERTIFICATE_MISSING, certificate_missing(seen)),
-        (CONDITION_SCALE_DENIED, scale),
-        (CONDITION_RESTART_PENDING, restart),
-        (CONDITION_NOT_APPLIED, not_applied),
-        (CONDITION_AGENTS_MISSING, agents_missing),
-    ] {
+    let values: [ConditionValue; OURS.len()] = [
+        ready(lead_online, &message),
+        progressing(complete, &message),
+        degraded(obstacle, cores_lost, standing, &message),
+        certificate_missing(seen),
+        scale,
+        restart,
+        not_applied,
+        agents_missing,
+    ];
+    for (type_, value) in OURS.into_iter().zip(values) {
         value.set(type_, &mut next.conditions, generation, now);
     }
     next.message = Some(message);
@@ -271,7 +271,7 @@ mod tests {
         conditions::{PACKAGES_UNAVAILABLE, warnings},
         roster::tests::World,
     };
-    use api::PodCounts;
+    use api::{CONDITION_AGENTS_MISSING, CONDITION_NOT_APPLIED, CONDITION_SCALE_DENIED, PodCounts};
 
     fn waiting(reason: &str) -> Obstacle {
         Obstacle::Waiting(reason.to_owned())
