@@ -42,6 +42,7 @@ for package in found:
     name = f"{package['name']} {package['version']}"
     print(f"{name}: {package['license'] or package['license_file']} ({package['repository'] or 'crates.io'})")
     for text in texts(package):
-        holders.setdefault(text, []).append(name)
-for text, names in holders.items():
+        # Many copies differ in how their lines are broken, and in nothing else.
+        holders.setdefault(" ".join(text.split()), (text, []))[1].append(name)
+for text, names in holders.values():
     print(f"\n{'=' * 100}\n{', '.join(names)}\n{'-' * 100}\n{text}")

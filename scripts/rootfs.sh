@@ -21,4 +21,5 @@ rm -rf "$directory"
 install -D -m 755 "$binary" "$directory/flux-distribute"
 install -D -m 644 "$certificates" "$directory$certificates"
 install -D -m 644 LICENSE "$directory/licenses/LICENSE"
-python3 scripts/licenses.py "$(rustc --print host-tuple)" >"$directory/licenses/third-party.txt"
+# Without a name and a time in it (-n): the same files give the same image.
+python3 scripts/licenses.py "$(rustc --print host-tuple)" | gzip -9 -n >"$directory/licenses/third-party.txt.gz"
