@@ -1,16 +1,15 @@
 //! Renders `broker.toml` from the roster alone. It is the same for all nodes of an epoch, except for the certificate's
 //! path.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-};
+use std::net::IpAddr;
 
 use super::{
+    broker_names::broker_name,
     hostlist,
+    resource_config::resource_config,
     topology::{Topology, TopologyError},
 };
-use api::{Declared, IdSet, Member, Rank, Roster, RosterEntry};
+use api::{IdSet, Roster};
 
 /// Tables that only flux-distribute writes. `kvs` is among them because its checkpoint-period is a field of the spec,
 /// and `access` because guests must not get access.
@@ -211,44 +210,6 @@ pub fn for_host(text: &str, certificate: &str) -> Result<String, RenderError> {
     Ok(format!("{header}\n{made}"))
 }
 
-/// The broker name of a rank in this epoch.
-pub fn broker_name(roster: &Roster, rank: Rank) -> String {
-    roster.ranks.get(&rank).map_or_else(|| spare_name(rank), |entry| entry.broker_name.clone())
-}
-
-const SPARE: &str = "flux-spare-";
-
-/// The placeholder name of a spare.
-pub fn spare_name(rank: Rank) -> String {
-    format!("{SPARE}{rank}")
-}
-
-/// True if a node's name can be its broker's name: flux-core accepts RFC 1035 names
-/// (conf_bootstrap_validate_domain_name), and the placeholder names of spares are reserved.
-pub fn is_broker_name(name: &str) -> bool {
-    let label = |label: &str| {
-        (1..=63).contains(&label.len())
-            && !label.starts_with('-')
-            && !label.ends_with('-')
-            && label.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
-    };
-    name.len() <= 253 && name.split('.').all(label) && !name.starts_with(SPARE)
-}
-
-/// The resources that a rank without facts declares: those of `spec.spares.shape`, else the commonest resources among
-/// the members (the larger of two equally common ones, so that every planner gets the same result), else one core.
-pub fn spare_shape(roster: &Roster) -> Declared {
-    if let Some(shape) = roster.settings.spare_shape {
-        return shape.into();
-    }
-    let mut counts: BTreeMap<Declared, usize> = BTreeMap::new();
-    for declared in roster.ranks.values().filter_map(|entry| entry.resources.clone()) {
-        *counts.entry(Declared { excluded: false, ..declared }).or_default() += 1;
-    }
-    let commonest = counts.into_iter().max_by_key(|(declared, count)| (*count, declared.clone()));
-    commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
-}
-
 /// Ranks that get no jobs at all, including ranks whose member is gone, because their brokers may still run. Empty if
 /// it would be all ranks: if nothing is left to schedule, Fluxion 0.54's resource module stops, and flux-core ends the
 /// broker as if it had crashed.
@@ -284,14 +245,6 @@ fn hosts(roster: &Roster, topology: Topology) -> Vec<toml::Value> {
     hosts.into_iter().map(toml::Value::from).collect()
 }
 
-/// True if the rank gets its Node's name as a property, so that jobs can require the node by name. An epoch that
-/// declares real node names doesn't need that, and each property adds a line to `flux resource list`; but a property
-/// from an older epoch stays, for jobs that have been pending since then.
-pub fn is_node_a_property(roster: &Roster, entry: &RosterEntry) -> bool {
-    let differs = |member: &Member| !roster.declares_nodes() && member.node != entry.broker_name;
-    entry.member.as_ref().is_some_and(|member| entry.has_node_property || differs(member))
-}
-
 fn endpoint(address: IpAddr, port: u16) -> String {
     match address {
         IpAddr::V4(address) => format!("tcp://{address}:{port}"),
@@ -299,76 +252,13 @@ fn endpoint(address: IpAddr, port: u16) -> String {
     }
 }
 
-/// The resources and properties that all ranks of one kind declare.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Kind {
-    cores: IdSet,
-    gpus: u32,
-    properties: BTreeSet<String>,
-}
-
-impl Kind {
-    /// The `[[resource.config]]` entry for hosts of this kind (flux-config-resource(5)).
-    fn entry(self, hosts: &[&String]) -> toml::Value {
-        let mut entry = toml::Table::new();
-        entry.insert("hosts".into(), hostlist::encode(hosts).into());
-        entry.insert("cores".into(), self.cores.to_string().into());
-        if self.gpus > 0 {
-            entry.insert("gpus".into(), (0..self.gpus).collect::<IdSet>().to_string().into());
-        }
-        if !self.properties.is_empty() {
-            entry.insert("properties".into(), self.properties.into_iter().collect::<Vec<_>>().into());
-        }
-        entry.into()
-    }
-}
-
-/// The kind of each rank, in rank order.
-fn kinds(roster: &Roster) -> impl Iterator<Item = Kind> {
-    let shape = spare_shape(roster);
-    (0..roster.settings.max_size).map(move |rank| {
-        let entry = roster.ranks.get(&rank);
-        let declared = entry.and_then(|entry| entry.resources.as_ref()).unwrap_or(&shape);
-        let mut properties = BTreeSet::new();
-        if let Some((entry, member)) = entry.and_then(|entry| Some((entry, entry.member.as_ref()?))) {
-            properties.extend(entry.properties.iter().cloned());
-            properties.extend(is_node_a_property(roster, entry).then(|| member.node.clone()));
-        }
-        Kind { cores: declared.core_ids(), gpus: declared.gpus, properties }
-    })
-}
-
-/// One `[[resource.config]]` entry for each kind. `names` are those of the brokers, by which Flux finds the ranks.
-fn resource_config(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
-    let mut hosts: BTreeMap<Kind, Vec<&String>> = BTreeMap::new();
-    let mut in_order = Vec::new();
-    for (kind, name) in kinds(roster).zip(names) {
-        let known = hosts.entry(kind.clone()).or_default();
-        if known.is_empty() {
-            in_order.push(kind);
-        }
-        known.push(name);
-    }
-    in_order.into_iter().filter_map(|kind| hosts.remove(&kind).map(|hosts| kind.entry(&hosts))).collect()
-}
-
-/// As [`resource_config`], for a configuration without `[bootstrap]`: there the order of the names defines the ranks,
-/// so only neighbouring ranks of one kind share an entry.
-pub(super) fn resource_config_in_rank_order(roster: &Roster, names: &[String]) -> Vec<toml::Value> {
-    let mut runs: Vec<(Kind, Vec<&String>)> = Vec::new();
-    for (kind, name) in kinds(roster).zip(names) {
-        match runs.last_mut() {
-            Some((last, hosts)) if *last == kind => hosts.push(name),
-            _ => runs.push((kind, vec![name])),
-        }
-    }
-    runs.into_iter().map(|(kind, hosts)| kind.entry(&hosts)).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::{member, roster};
+    use crate::{
+        broker_names::spare_name,
+        fixture::{member, roster},
+    };
     use api::Resources;
 
     #[test]
@@ -531,13 +421,5 @@ topo = "kary:256"
         ] {
             assert_eq!(stops_queues_on_restart(config), expected, "{config}");
         }
-    }
-
-    #[test]
-    fn a_spare_has_the_commonest_shape_unless_the_spec_names_one() {
-        let mut roster = roster(8, &[("a", 2), ("b", 4), ("c", 4), ("d", 2), ("e", 8)]);
-        assert_eq!(spare_shape(&roster).cores, 4);
-        roster.settings.spare_shape = Some(Resources { cores: 16, gpus: 1 });
-        assert_eq!(spare_shape(&roster).cores, 16);
     }
 }

@@ -4,6 +4,7 @@
 //! when a node has had no agent.
 
 pub mod agents;
+pub mod broker_names;
 pub mod broker_toml;
 pub mod conditions;
 pub mod effect;
@@ -27,6 +28,7 @@ pub mod prefix;
 pub mod project;
 pub mod protect;
 pub mod read;
+mod resource_config;
 pub mod resources;
 pub mod roster;
 pub mod schema;

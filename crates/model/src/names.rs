@@ -10,7 +10,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde_json::Value;
 
-use super::broker_toml::{RenderError, broker_name, is_broker_name, resource_config_in_rank_order, spare_name, tables};
+use super::{
+    broker_names::{broker_name, is_broker_name, spare_name},
+    broker_toml::{RenderError, tables},
+    resource_config::resource_config_in_rank_order,
+};
 use api::{IdSet, Member, Rank, Roster};
 
 /// The resource name of each rank, in rank order: the name of the member's node, or a placeholder if the rank has no

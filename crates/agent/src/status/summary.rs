@@ -7,7 +7,7 @@ use serde::Serialize;
 use api::{IdSet, Roster};
 use base::words::many;
 use broker::{queues::Queue, resource_set::Amount, status::BrokerStatus};
-use model::{broker_toml::spare_name, hostlist};
+use model::{broker_names::spare_name, hostlist};
 
 /// A broker and its instance, for a person or a program.
 #[derive(Serialize, Debug, PartialEq)]

@@ -11,13 +11,14 @@ use std::{
 
 use super::properties;
 use crate::{
-    broker_toml::{is_broker_name, is_node_a_property, spare_name},
+    broker_names::{is_broker_name, spare_name},
     members::{Members, NodeIndex},
     observed::{
         Observed, candidates, facts, format, is_shut_down, lacks_since, limit, may_declare_less, member,
         participant_count, resources,
     },
     prefix,
+    resource_config::is_node_a_property,
     settings::{pending, settings, wanted},
 };
 use api::{

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use super::{Decision, drain::drain, epoch::next_epoch, properties, turns};
 use crate::{
-    broker_toml::{is_broker_name, spare_name},
+    broker_names::{is_broker_name, spare_name},
     eligibility::{NodeView, eligible},
     lead::{LEAD_PATIENCE, was_named},
     members::Members,

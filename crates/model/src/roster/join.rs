@@ -7,7 +7,7 @@ use std::{
 
 use super::drain::leaving;
 use crate::{
-    broker_toml::broker_name,
+    broker_names::broker_name,
     members::{MemberState, Members},
     observed::{Observed, candidates, drained_by_others, entry, facts, has_failed, limit},
     prefix,

@@ -9,13 +9,8 @@ use std::{
 
 use super::{Decision, decide, tests::World};
 use crate::{
-    broker_toml::{broker_name, render},
-    eligibility::NodeView,
-    fixture::Random,
-    hostlist,
-    observed::retain_secs,
-    project::project,
-    tree::is_deep,
+    broker_names::broker_name, broker_toml::render, eligibility::NodeView, fixture::Random, hostlist,
+    observed::retain_secs, project::project, tree::is_deep,
 };
 use api::{Adopted, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry, Want};
 

@@ -28,11 +28,11 @@ use crate::{
     environment::{
         Build,
         arrivals::Arrivals,
+        clobbers::has_clobbers,
         entry_points::Programs,
         extract::{check_copies, check_metadata, check_paths, check_site_packages, extract, leads_out},
         failed,
         limits::Memory,
-        records::has_clobbers,
         refused, room,
     },
     fetch::archive,

@@ -23,9 +23,10 @@ use crate::{
     environment::{
         build_tree, failed,
         opened::Opened,
-        records::{RECORDS, mode, read_own},
+        records::{RECORDS, read_own},
         refused,
         transaction::{Environments, Workshop},
+        tree::mode,
         verify::{Place, at_most, compare, in_utf8},
     },
     fetch::archive::{self, archives},

@@ -7,8 +7,10 @@
 //! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
 pub(crate) mod arrivals;
+mod clobbers;
 pub(crate) mod collect;
 pub(crate) mod conda;
+mod digests;
 pub(crate) mod entry_points;
 pub(crate) mod extract;
 pub(crate) mod guard;
@@ -18,6 +20,7 @@ pub(crate) mod opened;
 pub(crate) mod records;
 pub(crate) mod room;
 pub(crate) mod transaction;
+mod tree;
 pub(crate) mod verify;
 
 use std::{
@@ -32,8 +35,10 @@ use serde::{Deserialize, Serialize};
 use crate::{
     ENVIRONMENT_MARKER,
     environment::{
-        records::{RECORDS, Records, Tree, read_own, settle_clobbers, write_public},
+        clobbers::settle_clobbers,
+        records::{RECORDS, Records, read_own, write_public},
         transaction::{Environments, UNPACKED, make_public_directory},
+        tree::Tree,
     },
     fetch::archive::{self, archives},
 };

@@ -11,9 +11,11 @@ use std::{
 use crate::{
     ENVIRONMENT_MARKER,
     environment::{
+        digests::digests_while,
         opened::Opened,
         read_marker, ready,
-        records::{RECORDS, Records, Tree, by_packages, digests_while, is_open, is_utf8, mode},
+        records::{RECORDS, Records, by_packages},
+        tree::{Tree, is_open, is_utf8, mode},
     },
     fetch::archive,
 };
