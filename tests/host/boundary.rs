@@ -15,7 +15,7 @@ use std::{
 };
 
 use api::{DEFAULT_PREFIX, PackageSet, RUN_DIR};
-use host::{HostLock, NsHost, Root, boundary::enter_command, enter, host_root::HostRoot, opening::host_path, users};
+use host::{HostLock, NsHost, Root, boundary::enter_command, enter, host_root::HostRoot, opening::path_of, users};
 use hostapi::{
     Answer, ClaimOrder, ConfigureOrder, FakeHost, Host, HostError, HostFile, HostView, LaunchRecord, LinkOrder, Order,
     PreflightOrder, Refusal, RemoveOrder, Reply, StateDir, StopOrder,
@@ -425,7 +425,7 @@ fn the_hosts_symlinks_lead_into_the_hosts_root_and_not_into_ours() {
     let root = HostRoot::at(dir.path()).unwrap();
     let made = root.make_dirs(Path::new("/opt/flux-distribute/pkgs")).unwrap();
     assert!(at("var/real/flux-distribute/pkgs").is_dir());
-    fs::write(host_path(&made).join("a.conda"), "a").unwrap();
+    fs::write(path_of(&made).join("a.conda"), "a").unwrap();
     assert!(at("var/real/flux-distribute/pkgs/a.conda").is_file());
     let mut text = String::new();
     root.open_file(Path::new("/up/passwd")).unwrap().read_to_string(&mut text).unwrap();
@@ -434,7 +434,7 @@ fn the_hosts_symlinks_lead_into_the_hosts_root_and_not_into_ours() {
 
     let _listener = UnixListener::bind(at("var/real/local")).unwrap();
     let socket = root.open_path(Path::new("/opt/local")).unwrap();
-    UnixStream::connect(host_path(&socket)).unwrap();
+    UnixStream::connect(path_of(&socket)).unwrap();
 }
 
 #[tokio::test]

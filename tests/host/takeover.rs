@@ -157,7 +157,7 @@ fn a_takeover_that_is_refused_changes_nothing() {
     fs::write(host.at(DUMP), &bytes[..bytes.len() - 4]).unwrap();
     refused(DUMP, "can't be read to its end");
     refused("/root/nothing.tgz", "/root/nothing.tgz");
-    refused("/root", "it is not a plain file");
+    refused("/root", "/root is not a plain file");
     host.brokers.running.replace(Some(lead));
     refused(DUMP, "the lead's broker runs here as process 7");
 }

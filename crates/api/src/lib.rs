@@ -12,6 +12,7 @@ mod finding;
 mod idset;
 #[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
 mod instance;
+mod instance_status;
 #[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
 mod node;
 mod packages;
@@ -25,6 +26,7 @@ mod values;
 pub use finding::*;
 pub use idset::*;
 pub use instance::*;
+pub use instance_status::*;
 pub use node::*;
 pub use packages::*;
 pub use resources::*;

@@ -341,7 +341,7 @@ fn keep(executable: &Path) -> io::Result<OwnedFd> {
     let seals = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
     fcntl(memory.as_fd(), FcntlArg::F_ADD_SEALS(seals))?;
     // Reopened, because a descriptor that is open for writing can't be executed (ETXTBSY).
-    let path = super::opening::host_path(&memory);
+    let path = super::opening::path_of(&memory);
     Ok(nix::fcntl::open(&path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?)
 }
 

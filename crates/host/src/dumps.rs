@@ -14,7 +14,7 @@ use std::{
 use api::Dump;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::{files::remove_if_there, host_root::make_dirs_in_host_root, opening::host_path};
+use super::{files::remove_if_there, host_root::make_dirs_in_host_root, opening::path_of};
 
 /// Name below the prefix.
 pub const DUMPS: &str = "dump";
@@ -42,7 +42,7 @@ impl Incoming {
     /// `from` can't be read, or the file can't be written; then nothing of it remains.
     pub fn receive(prefix: &Path, from: &mut impl io::Read) -> io::Result<Self> {
         let dir = make_dirs_in_host_root(&prefix.join(DUMPS))?;
-        fs::set_permissions(host_path(&dir), fs::Permissions::from_mode(0o700))?;
+        fs::set_permissions(path_of(&dir), fs::Permissions::from_mode(0o700))?;
         let incoming = Self { dir, path: prefix.join(DUMPS).join(Self::NAME) };
         remove_if_there(&incoming.here())?;
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(incoming.here())?;
@@ -57,7 +57,7 @@ impl Incoming {
 
     /// Where it is, as this process sees it.
     fn here(&self) -> PathBuf {
-        host_path(&self.dir).join(Self::NAME)
+        path_of(&self.dir).join(Self::NAME)
     }
 }
 

@@ -15,7 +15,7 @@ use nix::{
 
 use super::{
     files::{aside, remove_if_there},
-    opening::{host_path, open_uncovered, split},
+    opening::{open_uncovered, path_of, split},
 };
 use crate::{Root, trust};
 
@@ -76,7 +76,7 @@ impl HostRoot {
         }
     }
 
-    /// A descriptor of what is at `path`, without opening it: for [`host_path`], and to connect to a socket.
+    /// A descriptor of what is at `path`, without opening it: for [`path_of`], and to connect to a socket.
     ///
     /// # Errors
     /// If the path can't be resolved.
@@ -126,7 +126,7 @@ impl HostRoot {
     }
 }
 
-/// Resolves the host's `path` for the pod's side; see [`host_path`].
+/// Resolves the host's `path` for the pod's side; see [`path_of`].
 ///
 /// # Errors
 /// As for [`HostRoot::open`] and [`HostRoot::open_path`].
@@ -162,7 +162,7 @@ pub fn copy_in_host_root(from: &Path, to: &Path) -> io::Result<()> {
     }
     let (above, name) = split(to)?;
     let dir = trust::directory_for_files(&Root::at(HOST_ROOT), above)?;
-    let (to, new) = (host_path(&dir).join(name), aside(&host_path(&dir).join(name)));
+    let (to, new) = (path_of(&dir).join(name), aside(&path_of(&dir).join(name)));
     // Left by a copy that was killed.
     remove_if_there(&new)?;
     let written = || -> io::Result<()> {

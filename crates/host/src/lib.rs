@@ -9,6 +9,7 @@ pub mod changes;
 pub mod child;
 pub mod core_dump;
 pub mod detach;
+pub mod distrust;
 pub mod dumps;
 mod enter;
 pub mod facts;

@@ -89,7 +89,7 @@ pub fn open_in(directory: &File, name: &OsStr) -> io::Result<File> {
     open_below(directory, Path::new(name), OFlag::O_RDONLY | OFlag::O_DIRECTORY)
 }
 
-/// A descriptor of what is at `way` below `directory`, a symlink itself, without opening it: for [`host_path`], and to connect to a
+/// A descriptor of what is at `way` below `directory`, a symlink itself, without opening it: for [`path_of`], and to connect to a
 /// socket.
 ///
 /// # Errors
@@ -115,7 +115,7 @@ pub fn look_in(directory: &File, name: &OsStr) -> io::Result<fs::Metadata> {
     open_only_path_below(directory, Path::new(name))?.metadata()
 }
 
-/// A descriptor of what is at `path`, a symlink too, without opening it; see [`host_path`].
+/// A descriptor of what is at `path`, a symlink too, without opening it; see [`path_of`].
 ///
 /// # Errors
 /// If there is nothing.
@@ -139,7 +139,7 @@ pub fn stays_below(path: &Path) -> bool {
     !path.as_os_str().is_empty() && path.components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// A path to what `fd` refers to, valid while `fd` is open.
-pub fn host_path(fd: &impl AsFd) -> PathBuf {
+/// A path to what `fd` refers to, below /proc/self/fd: valid in this process while `fd` is open.
+pub fn path_of(fd: &impl AsFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))
 }

@@ -13,7 +13,7 @@ use super::{opening::open_directory, trust::WRITABLE_BY_OTHERS};
 
 /// Makes a directory that only this user can use. One that is there is used, and closed to others, if this user owns it and
 /// nobody else could write to it. In a directory that users share, another user may have made it first, or may replace it
-/// later: reach what is in it through the result (see [`host_path`](super::opening::host_path)), not through the path.
+/// later: reach what is in it through the result (see [`path_of`](super::opening::path_of)), not through the path.
 ///
 /// # Errors
 /// If it can't be made or opened; `PermissionDenied` if another user owns it or may write to it; `Unsupported` if the file

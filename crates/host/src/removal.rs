@@ -209,7 +209,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::{
         needs::{Need, skips_without},
-        opening::host_path,
+        opening::path_of,
     };
 
     /// Nests directories below `top`, deeper than a path can say.
@@ -232,7 +232,7 @@ pub(crate) mod tests {
         fs::create_dir(&tree).unwrap();
         fs::write(&outside, "").unwrap();
         let deep = nest(&tree, "d", 5000);
-        for place in [&tree, &host_path(&deep)] {
+        for place in [&tree, &path_of(&deep)] {
             fs::write(place.join("file"), "").unwrap();
             symlink(directory.path(), place.join("link")).unwrap();
             for number in 0..=2 * MOST_NAMES {

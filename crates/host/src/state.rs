@@ -12,10 +12,10 @@ use std::{
 
 use super::{
     Root,
+    distrust::Distrust,
     files::{Owner, remove_if_there, sync_parent, write_atomic},
     lock::{HostLock, WAIT},
-    machine,
-    trust::{self, Distrust},
+    machine, trust,
 };
 use api::{PREFIX_CANDIDATES, RUN_DIR, check_prefix};
 use hostapi::{ClaimOrder, HostState, Machine, Refusal, Undo};

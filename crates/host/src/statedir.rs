@@ -30,7 +30,7 @@ use nix::{
 
 use super::{
     files::{Owner, make_dir, remove_if_there, sync_parent, write_atomic},
-    opening::{self, host_path, look_in, open_in, open_only_path_below, open_plain_below, open_uncovered},
+    opening::{self, look_in, open_in, open_only_path_below, open_plain_below, open_uncovered, path_of},
     removal::{refuse_mounts, remove_all_if_there},
     trust::{self, is_by_user},
     underneath::rename_in,
@@ -191,7 +191,7 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     let opened = trust::open_unless_user_mounted(&prefix.join(STATEDIR))
         .and_then(|state| open_in(&state, OsStr::new(OWN_DUMPS)));
     let Ok(dir) = opened else { return (0, 0) };
-    let dir_path = host_path(&dir);
+    let dir_path = path_of(&dir);
     let names = fs::read_dir(&dir_path).into_iter().flatten().flatten().map(|entry| entry.file_name());
     let is_own = |name: &OsString| name.to_str().is_some_and(|name| DateTime::strptime(OWN_DUMP, name).is_ok());
     let mut names: Vec<_> = names.filter(is_own).collect();
@@ -278,7 +278,7 @@ pub fn is_kept(path: &Path) -> bool {
     let is_statedir = name == STATEDIR || name.starts_with("state.");
     (is_statedir || name == DUMPS)
         && match open_uncovered(path).map_err(|error| error.kind()) {
-            Ok(directory) => !is_statedir || opening::is_there(&host_path(&directory).join(ID)).unwrap_or(true),
+            Ok(directory) => !is_statedir || opening::is_there(&path_of(&directory).join(ID)).unwrap_or(true),
             Err(io::ErrorKind::NotFound) => false,
             // A file of that name, or an administrator's symlink to another place.
             Err(io::ErrorKind::NotADirectory) => fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()),

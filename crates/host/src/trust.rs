@@ -26,8 +26,9 @@ use nix::{
 
 use super::{
     Root,
+    distrust::{Distrust, STICKY},
     mountinfo::{self, Mount},
-    opening::{host_path, split},
+    opening::{path_of, split},
 };
 use hostapi::Refusal;
 
@@ -37,93 +38,8 @@ const MOST_LINKS: usize = 40;
 const MOST_BYTES: u64 = 64 << 20;
 /// Write permission of the group and of others.
 pub const WRITABLE_BY_OTHERS: u32 = 0o022;
-/// In a directory with this bit, only a file's owner and the directory's owner can rename or remove the file.
-const STICKY: u32 = 0o1000;
 /// To examine what is there without opening it.
 const LOOK: OFlag = OFlag::O_PATH.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
-
-/// Why a path is not trusted, with the remedy.
-#[derive(Debug, thiserror::Error)]
-pub enum Distrust {
-    /// It belongs to another user.
-    #[error("{} belongs to the user with uid {uid}, so root does not trust it; if it is yours, run `chown root {}`", path.display(), path.display())]
-    Owner {
-        /// The path, on the host.
-        path: PathBuf,
-        /// Its owner.
-        uid: u32,
-    },
-    /// Users other than root can change its content.
-    #[error(
-        "users other than root can write to {} (its mode is {mode:04o}), so root does not trust what is in it; {}",
-        path.display(),
-        close(path, *mode)
-    )]
-    Open {
-        /// The path, on the host.
-        path: PathBuf,
-        /// Its permission bits.
-        mode: u32,
-    },
-    /// It is another kind of file than expected.
-    #[error("{} is not {wanted}; move it away", path.display())]
-    Kind {
-        /// The path, on the host.
-        path: PathBuf,
-        /// The expected kind, such as `a directory`.
-        wanted: &'static str,
-    },
-    /// It is on a FUSE file system, whose content another user's program decides.
-    #[error("{} is on a file system that the user with uid {uid} has mounted, so root does not trust what is in it; unmount it", path.display())]
-    Mounted {
-        /// The path, on the host.
-        path: PathBuf,
-        /// The user who mounted it.
-        uid: u32,
-    },
-    /// It can't be opened or examined.
-    #[error("can't open {}", path.display())]
-    Io {
-        /// The path, on the host.
-        path: PathBuf,
-        /// The system's error.
-        #[source]
-        source: io::Error,
-    },
-}
-
-/// The remedy for a path that others can write to. A sticky directory is open on purpose, as /tmp is.
-fn close(path: &Path, mode: u32) -> String {
-    let chmod = format!("run `chmod go-w {}`", path.display());
-    match mode & STICKY {
-        0 => chmod,
-        _ => format!("choose another directory, or, if nobody else is to write there, {chmod}"),
-    }
-}
-
-impl Distrust {
-    fn io(path: &Path, errno: Errno) -> Self {
-        Self::Io { path: path.to_owned(), source: errno.into() }
-    }
-}
-
-impl From<Distrust> for io::Error {
-    fn from(distrust: Distrust) -> Self {
-        match distrust {
-            Distrust::Io { source, .. } => source,
-            other => Self::other(other),
-        }
-    }
-}
-
-impl From<Distrust> for Refusal {
-    fn from(distrust: Distrust) -> Self {
-        match distrust {
-            Distrust::Io { path, source } => Self::io("open", &path, &source),
-            other => Self::new(other.to_string()),
-        }
-    }
-}
 
 /// What is trusted: files of root or of this process's own user that are closed to writes of others.
 #[derive(Clone, Copy, Debug, Default)]
@@ -230,7 +146,7 @@ pub fn open_file(root: &Root, path: &Path) -> Result<File, Distrust> {
     let (above, name) = split(path).map_err(failed)?;
     let directory = directory_for_files(root, above)?;
     let found = look_at_plain(&directory, path, name)?.ok_or_else(|| Distrust::io(path, Errno::ENOENT))?;
-    File::open(host_path(&found)).map_err(failed)
+    File::open(path_of(&found)).map_err(failed)
 }
 
 /// Opens the directory `path` of the host, even if other users can change it, unless a symlink on the way is another
@@ -264,7 +180,7 @@ pub fn make_directories(root: &Root, path: &Path) -> Result<OwnedFd, Distrust> {
 /// As for [`directory`].
 pub fn make_closed_directory(root: &Root, path: &Path, mode: u32) -> Result<(), Refusal> {
     let Walked { last: directory, .. } = walk(root, path, Rule::BEFORE_IT_IS_CLOSED, true)?;
-    let made = host_path(&directory);
+    let made = path_of(&directory);
     let set = || match fs::metadata(&made)?.mode() & 0o7777 == mode {
         true => Ok(()),
         false => fs::set_permissions(&made, Permissions::from_mode(mode)),
@@ -362,7 +278,7 @@ pub fn read_roots_own(directory: &OwnedFd, name: &str) -> Option<Vec<u8>> {
 /// What is in a file that was opened with [`LOOK`].
 fn content(found: &OwnedFd) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
-    File::open(host_path(found))?.take(MOST_BYTES).read_to_end(&mut content)?;
+    File::open(path_of(found))?.take(MOST_BYTES).read_to_end(&mut content)?;
     Ok(content)
 }
 

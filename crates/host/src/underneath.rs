@@ -88,7 +88,7 @@ mod tests {
     use crate::{
         mountinfo,
         needs::{Need, skips_without},
-        opening::host_path,
+        opening::path_of,
         removal::remove_all_if_there,
         removal::tests::nest,
     };
@@ -135,7 +135,7 @@ mod tests {
         fs::create_dir_all(theirs.join("m")).unwrap();
         let _device = mount_as_user(&theirs.join("m"));
         let deep = nest(environment.path(), &"d".repeat(200), 30);
-        fs::rename(&theirs, host_path(&deep).join("s")).unwrap();
+        fs::rename(&theirs, path_of(&deep).join("s")).unwrap();
         remove_all_if_there(environment.path()).unwrap();
         assert!(!is_mounted_in(environment.path()) && !environment.path().exists());
     }

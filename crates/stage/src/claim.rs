@@ -9,13 +9,14 @@ use super::links::CURRENT;
 use api::{PrefixError, check_prefix, check_prefix_characters};
 use host::{
     Root,
+    distrust::Distrust,
     dumps::DUMPS,
     files::{aside, missing_parents},
     lock::{HostLock, LOCK, LOCK_REPLACING, WAIT},
-    opening::host_path,
+    opening::path_of,
     state::{self, Claim, ENVIRONMENTS, POINTER, STATE},
     statedir::{self, STATEDIR},
-    trust::{self, Distrust},
+    trust,
 };
 use hostapi::{ClaimOrder, HostState, Machine, Refusal, Undo};
 
@@ -143,7 +144,7 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
         return Ok(());
     }
     // Through the open directory: by now something else may be mounted at its path.
-    let open = host_path(&directory);
+    let open = path_of(&directory);
     let Ok(entries) = fs::read_dir(&open) else { return Ok(()) };
     let early = [open.join(LOCK), open.join(LOCK_REPLACING), aside(&open.join(STATE))];
     let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
@@ -186,7 +187,7 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
 /// belong to any brokers' user, but if others can write to the prefix, they may have put it there.
 fn check_owners(root: &Root, prefix: &Path) -> Result<(), Refusal> {
     let Some(directory) = trust::directory_to_close(root, prefix)? else { return Ok(()) };
-    for entry in fs::read_dir(host_path(&directory)).into_iter().flatten().flatten() {
+    for entry in fs::read_dir(path_of(&directory)).into_iter().flatten().flatten() {
         let Some(uid) = trust::owner(&directory, prefix, &entry.file_name())? else { continue };
         if !trust::is_trusted(uid) {
             return Err(Refusal::new(format!(

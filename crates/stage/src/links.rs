@@ -13,7 +13,7 @@ use host::{
     Root,
     files::{Owner, missing_parents, remove_if_there, replace_symlink, symlink_atomic, write_atomic},
     machine::shared_by_nodes,
-    opening::host_path,
+    opening::path_of,
     room::FileSystem,
     state::{self, CONNECT_AT_ROOT, ENVIRONMENTS},
     trust,
@@ -71,7 +71,7 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         Refusal { message, transient }
     };
     let nearest = trust::nearest(root, above).ok();
-    let shared = nearest.and_then(|directory| shared_by_nodes(&host_path(&directory)));
+    let shared = nearest.and_then(|directory| shared_by_nodes(&path_of(&directory)));
     check_shared(path, shared, is_remembered(state, path))?;
     let found = match trust::directory(root, above) {
         Ok(found) => found,
@@ -85,7 +85,7 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         },
     };
     let is_others = |directory: &OwnedFd| {
-        let at = host_path(directory).join(name);
+        let at = path_of(directory).join(name);
         fs::symlink_metadata(&at).is_ok() && !is_ours(&at, &state.prefix)
     };
     if found.as_ref().is_some_and(is_others) {
@@ -101,8 +101,7 @@ fn link_compiled_prefix(root: &Root, state: &mut HostState, path: &Path, target:
         Some(directory) => directory,
         None => trust::make_directories(root, above).map_err(refused)?,
     };
-    replace_symlink(target, &host_path(&directory).join(name))
-        .map_err(|error| Refusal::io("make the link", path, &error))
+    replace_symlink(target, &path_of(&directory).join(name)).map_err(|error| Refusal::io("make the link", path, &error))
 }
 
 /// Refuses a link in a directory that nodes share, on a file system of `kind`: all their Flux would run through one link,
@@ -135,7 +134,7 @@ fn with_remembered_link(root: &Root, state: &HostState, above: &Path, name: &OsS
         return None;
     }
     let directory = trust::by_roots_links(root, above)?;
-    let link = host_path(&directory).join(name);
+    let link = path_of(&directory).join(name);
     let is_roots = fs::symlink_metadata(&link).is_ok_and(|found| found.uid() == 0);
     (is_roots && is_ours(&link, &state.prefix)).then_some(directory)
 }
@@ -164,10 +163,10 @@ pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Ref
     for path in USUAL.map(Path::new) {
         // We never make a link where other users could have changed it. What nodes share may be another node's.
         let Ok(Some(directory)) = trust::directory(root, path) else { continue };
-        if shared_by_nodes(&host_path(&directory)).is_some() {
+        if shared_by_nodes(&path_of(&directory)).is_some() {
             continue;
         }
-        for entry in fs::read_dir(host_path(&directory)).into_iter().flatten().flatten() {
+        for entry in fs::read_dir(path_of(&directory)).into_iter().flatten().flatten() {
             if is_ours(&entry.path(), prefix) {
                 let removed = remove_if_there(&entry.path());
                 removed.map_err(|error| Refusal::io("remove", &path.join(entry.file_name()), &error))?;
@@ -190,7 +189,7 @@ pub fn remove_unremembered(root: &Root, prefix: Option<&Path>) -> Result<(), Ref
 pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path>) -> Result<(), Refusal> {
     let Some((directory, name)) = directory_of(root, path) else { return Ok(()) };
     // The open descriptor ensures that the link that was checked and the one that is removed are in the same directory.
-    let here = host_path(&directory).join(name);
+    let here = path_of(&directory).join(name);
     if is_ours(&here, prefix) {
         remove_if_there(&here).map_err(|error| Refusal::io("remove", path, &error))?;
     }
@@ -198,7 +197,7 @@ pub fn unlink(root: &Root, prefix: &Path, path: &Path, made_parent: Option<&Path
     let Some(topmost) = made_parent else { return Ok(()) };
     for made in path.ancestors().skip(1).take_while(|made| made.starts_with(topmost)) {
         let Some((above, name)) = directory_of(root, made) else { break };
-        if fs::remove_dir(host_path(&above).join(name)).is_err() {
+        if fs::remove_dir(path_of(&above).join(name)).is_err() {
             break;
         }
     }
@@ -212,7 +211,7 @@ fn directory_of<'a>(root: &Root, path: &'a Path) -> Option<(OwnedFd, &'a OsStr)>
     match trust::directory(root, above) {
         Ok(directory) => {
             let directory = directory?;
-            if let Some(kind) = shared_by_nodes(&host_path(&directory)) {
+            if let Some(kind) = shared_by_nodes(&path_of(&directory)) {
                 tracing::warn!(
                     "{} stays, because it is on {kind}, which nodes share; remove it by hand once no node needs it",
                     path.display()

@@ -2,7 +2,7 @@ use std::{fs, path::Path};
 
 use super::{launch::shutdown, remove::Brokers, runnable, takeover};
 use api::{BROKER_RUN_DIR, PREFIX_CANDIDATES};
-use host::{Root, dumps, facts, opening::host_path, state, statedir, trust};
+use host::{Root, dumps, facts, opening::path_of, state, statedir, trust};
 use hostapi::{HostView, Refusal, RunningBroker};
 
 /// Observes the host. It changes only the broker's record, if that was lost, the record of a shutdown, and the mode of a
@@ -53,7 +53,7 @@ fn is_statedir_lost(root: &Root, prefix: Option<&Path>, broker: &RunningBroker) 
     let mut prefixes = PREFIX_CANDIDATES.into_iter().map(Path::new).chain(prefix);
     let is_there = |prefix: &Path| {
         let directory = trust::directory(root, prefix).ok().flatten();
-        directory.is_some_and(|directory| statedir::is_there(&host_path(&directory), &record.instance_id))
+        directory.is_some_and(|directory| statedir::is_there(&path_of(&directory), &record.instance_id))
     };
     record.rank == 0 && !prefixes.any(is_there)
 }

@@ -12,7 +12,7 @@ use host::{
     lock::{self, HostLock, LOCK, LOCK_REPLACING},
     machine,
     mountinfo::Mount,
-    opening::host_path,
+    opening::path_of,
     removal::{refuse_mounts, remove_all_if_there},
     state::{self, STATE},
     statedir, sysctl, trust,
@@ -181,7 +181,7 @@ fn remove_unfinished_claims(root: &Root) {
     for candidate in PREFIX_CANDIDATES {
         // Not through another user's link, and not where other users can write.
         let Ok(Some(opened)) = trust::directory(root, Path::new(candidate)) else { continue };
-        let dir = host_path(&opened);
+        let dir = path_of(&opened);
         let early = [aside(&dir.join(STATE)), dir.join(LOCK_REPLACING), dir.join(LOCK)];
         let is_early = |path: PathBuf| early.contains(&path) || statedir::is_kept(&path);
         let only_early =

@@ -15,11 +15,10 @@ use api::Takeover;
 use base::error_chain;
 use host::{
     Root,
+    distrust::Distrust,
     dumps::ID_KEY,
     files::{Owner, write_atomic},
-    state, statedir,
-    trust::{self, Distrust},
-    users,
+    state, statedir, trust, users,
 };
 use hostapi::{Refusal, TakeoverOrder};
 
@@ -83,18 +82,14 @@ pub fn read(prefix: &Path) -> Option<Takeover> {
 
 fn copy(root: &Root, from: &Path, to: &Path) -> Result<(), Refusal> {
     let mut source = trust::open_file(root, from).map_err(|distrust| {
-        let what = match distrust {
-            Distrust::Owner { path, uid } => format!("{} belongs to the user with uid {uid}", path.display()),
-            Distrust::Open { path, .. } => format!("users other than root can write to {}", path.display()),
-            Distrust::Mounted { path, uid } => format!("the user with uid {uid} has mounted {}", path.display()),
-            Distrust::Kind { path, wanted } => {
-                return Refusal::new(format!("can't read {}: it is not {wanted}", path.display()));
-            }
+        let problem = match distrust {
+            Distrust::Kind { .. } => return Refusal::new(format!("can't read the dump: {}", distrust.problem())),
             Distrust::Io { source, .. } => return Refusal::io("read", from, &source),
+            Distrust::Owner { .. } | Distrust::Open { .. } | Distrust::Mounted { .. } => distrust.problem(),
         };
         // Whoever has written the dump decides which jobs run as the brokers' user.
         Refusal::new(format!(
-            "{what}. Only root may be able to write a dump, because its jobs will run: pass it on stdin with `--from -`"
+            "{problem}. Only root may be able to write a dump, because its jobs will run: pass it on stdin with `--from -`"
         ))
     })?;
     let mut write = || -> io::Result<()> {

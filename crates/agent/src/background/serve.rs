@@ -14,7 +14,7 @@ use super::port::Port;
 use api::{PEER_PORT, PackageSet};
 use host::{
     host_root::{open_host_file, open_in_host_root},
-    opening::host_path,
+    opening::path_of,
 };
 use hostapi::Progress;
 use packages::{Shelf, archive_names, holds, native_platform, serve_peers_on};
@@ -106,9 +106,8 @@ impl Serving {
             self.offer(prefix, sets);
         }
         let pkgs = prefix.and_then(|prefix| open_in_host_root(&prefix.join("pkgs")).ok());
-        let is_held = |digest: &str, set| {
-            pkgs.as_ref().is_some_and(|pkgs| holds(set, digest, native_platform(), &host_path(pkgs)))
-        };
+        let is_held =
+            |digest: &str, set| pkgs.as_ref().is_some_and(|pkgs| holds(set, digest, native_platform(), &path_of(pkgs)));
         self.holds =
             sets.iter().filter(|(digest, set)| is_held(digest, set)).map(|(digest, _)| digest.clone()).collect();
         self.looked = Some((offered, Instant::now()));

@@ -27,7 +27,7 @@ use broker::{
     status::state,
 };
 use cluster::{call, published::read_packages};
-use host::{NsHost, host_root::open_in_host_root, opening::host_path, state::environment};
+use host::{NsHost, host_root::open_in_host_root, opening::path_of, state::environment};
 use hostapi::Preflight;
 use model::names::live_configuration;
 use packages::{OutputFormat, Style, linked, shown};
@@ -190,7 +190,7 @@ async fn install_shown(
 /// The environment is ready, so no archive is needed any more, and hashing all of them would only take time.
 fn is_installed(preflight: &Preflight, set: &PackageSet) -> bool {
     let prefix = open_in_host_root(&preflight.prefix);
-    prefix.is_ok_and(|prefix| linked(&host_path(&prefix), &set.digest()).is_some())
+    prefix.is_ok_and(|prefix| linked(&path_of(&prefix), &set.digest()).is_some())
 }
 
 /// The assignment, unless the planner wants no broker here now, or the epoch ends.

@@ -25,7 +25,7 @@ use api::{
 };
 use broker::rfc3::RpcError;
 use cluster::{ApiError, call, clock};
-use host::{NsHost, dumps::Incoming, host_root::open_in_host_root, opening::host_path, statedir};
+use host::{NsHost, dumps::Incoming, host_root::open_in_host_root, opening::path_of, statedir};
 use hostapi::{Host, HostError, Order, TakeoverOrder, look};
 use model::{eligibility::NodeView, members::Members, observed::Observed, roster::takeover::refusal};
 
@@ -220,7 +220,7 @@ pub async fn reset(arguments: ResetArguments) -> Result<ExitCode, TakeoverError>
 
 /// Checks that the queue of instance `id` was kept on this host, and is not the one that is given up.
 fn check_kept(id: &str, prefix: &Path, roster: &Roster) -> Result<(), TakeoverError> {
-    let found = open_in_host_root(prefix).map(|fd| statedir::kept(&host_path(&fd))).unwrap_or_default();
+    let found = open_in_host_root(prefix).map(|fd| statedir::kept(&path_of(&fd))).unwrap_or_default();
     let others: Vec<String> = found.into_iter().filter(|found| *found != roster.instance_id).collect();
     match others.iter().any(|other| other == id) {
         true => Ok(()),

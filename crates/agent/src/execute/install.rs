@@ -20,7 +20,7 @@ use cluster::{
     ApiError,
     access::{self, PackagesAccess},
 };
-use host::{host_root::make_dirs_in_host_root, opening::host_path};
+use host::{host_root::make_dirs_in_host_root, opening::path_of};
 use hostapi::{Answer, LinkOrder, Order, Preflight, Progress};
 use kube::Client;
 use packages::{Access, HttpClient, Sources, fetch};
@@ -138,7 +138,7 @@ async fn fetch_archives(
     let host_file = |path: &str| host::host_root::open_host_file(Path::new(path));
     let http = http_client(&ops.client, packages).await?;
     let sources = Sources { peers: peers.to_vec(), mirror: packages.mirror.clone() };
-    let (digest, pkgs) = (set.digest(), host_path(&pkgs));
+    let (digest, pkgs) = (set.digest(), path_of(&pkgs));
     let fetched = fetch(set, &digest, &preflight.platform, &pkgs, host_file, &http, &sources, progress).await?;
     info!(bytes = fetched.fetched_bytes, from_peers = fetched.from_peers, "packages are fetched");
     Ok(())

@@ -14,7 +14,7 @@ use broker::log::{LogFollower, rejection};
 use host::{
     host_root::make_dirs_in_host_root,
     log::{MAX_LOG_BYTES, trim_log},
-    opening::host_path,
+    opening::path_of,
 };
 
 const TRIM_EVERY: Duration = Duration::from_secs(30);
@@ -31,7 +31,7 @@ pub fn follow(prefix: PathBuf, rejected: watch::Sender<Rejected>) -> JoinHandle<
             Ok(directory) => directory,
             Err(error) => return warn!(%error, "can't follow the broker's log"),
         };
-        let path = host_path(&directory).join("broker.log");
+        let path = path_of(&directory).join("broker.log");
         let mut follower = LogFollower::from_end(&path);
         let mut trim = interval(TRIM_EVERY);
         loop {

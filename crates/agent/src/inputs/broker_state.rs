@@ -25,7 +25,7 @@ use broker::{
 };
 use host::{
     host_root::open_in_host_root,
-    opening::{host_path, open_only_path_below},
+    opening::{open_only_path_below, path_of},
 };
 use hostapi::HostView;
 use model::hostlist;
@@ -129,7 +129,7 @@ pub async fn connect() -> Result<Client, RpcError> {
     let below = socket.strip_prefix(RUN_DIR).unwrap_or(Path::new(""));
     let opened = open_in_host_root(Path::new(RUN_DIR)).and_then(|above| open_only_path_below(above, below));
     let file = opened.map_err(|source| RpcError::Connect { path: socket.clone(), source })?;
-    Client::connect(&host_path(&file)).await
+    Client::connect(&path_of(&file)).await
 }
 
 /// Follows whichever broker runs on this host, until the receiver is dropped. On the lead, each change of the online ranks is one

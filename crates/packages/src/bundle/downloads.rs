@@ -10,7 +10,7 @@ use std::{
 use crate::BundleError;
 use host::{
     files::{FileError, absent_is_fine},
-    opening::{host_path, open_directory},
+    opening::{open_directory, path_of},
     own_directory::own_directory,
 };
 
@@ -49,7 +49,7 @@ impl Downloads {
             TryLockError::WouldBlock => BundleError::Busy { path: out.display().to_string() },
             TryLockError::Error(error) => write()(error).into(),
         })?;
-        let pkgs = host_path(&directory).join(PKGS);
+        let pkgs = path_of(&directory).join(PKGS);
         match DirBuilder::new().mode(0o700).create(&pkgs) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(write()(error).into()),
             _ => {}
@@ -60,12 +60,12 @@ impl Downloads {
 
     /// The directory of archives, by its descriptor.
     pub(super) fn pkgs(&self) -> PathBuf {
-        host_path(&self.pkgs)
+        path_of(&self.pkgs)
     }
 
     /// The bundle, until it is complete.
     pub(super) fn bundle(&self) -> PathBuf {
-        host_path(&self.directory).join("bundle")
+        path_of(&self.directory).join("bundle")
     }
 
     /// The name of the directory, for messages.
@@ -85,7 +85,7 @@ impl Downloads {
     /// # Errors
     /// If something is left; the bundle is complete all the same.
     pub(super) fn remove(self) -> Result<(), FileError> {
-        let removed = fs::remove_dir_all(host_path(&self.directory).join(PKGS));
+        let removed = fs::remove_dir_all(path_of(&self.directory).join(PKGS));
         let removed = removed.and_then(|()| absent_is_fine(fs::remove_dir(&self.path)));
         removed.map_err(FileError::on("remove", &self.path))
     }

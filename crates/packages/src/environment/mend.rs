@@ -36,7 +36,7 @@ use host::{
     BrokerProcesses, HostLock, Root,
     files::sync_file_system,
     lock::WAIT,
-    opening::{host_path, look_in, open_in, open_uncovered},
+    opening::{look_in, open_in, open_uncovered, path_of},
     removal::mounts_in,
     state::{ENVIRONMENTS, environment},
     trust::{is_by_user, is_trusted},
@@ -171,7 +171,7 @@ impl Mending<'_> {
             return Ok(true);
         }
         let fresh = descend(self.fresh, parent)?;
-        let (from, to) = (host_path(&fresh).join(name), host_path(&live).join(name));
+        let (from, to) = (path_of(&fresh).join(name), path_of(&live).join(name));
         match fs::rename(&from, &to) {
             // A directory is in the way.
             Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
@@ -208,7 +208,7 @@ impl Mending<'_> {
                     if !is_missing {
                         self.move_away(&at, part)?;
                     }
-                    DirBuilder::new().mode(0o700).create(host_path(&at).join(part))?;
+                    DirBuilder::new().mode(0o700).create(path_of(&at).join(part))?;
                     open_in(&at, part.as_os_str())?
                 }
             };
@@ -221,7 +221,7 @@ impl Mending<'_> {
     fn move_away(&mut self, parent: &File, name: &Path) -> io::Result<()> {
         self.moved += 1;
         let fresh = open_uncovered(self.fresh)?;
-        fs::rename(host_path(parent).join(name), host_path(&fresh).join(format!(".replaced.{}", self.moved)))
+        fs::rename(path_of(parent).join(name), path_of(&fresh).join(format!(".replaced.{}", self.moved)))
     }
 }
 

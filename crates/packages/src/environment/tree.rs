@@ -12,7 +12,7 @@ use crate::environment::opened::Opened;
 use host::{
     host_root::HostRoot,
     mountinfo,
-    opening::{host_path, open_only_path},
+    opening::{open_only_path, path_of},
     trust::{self, WRITABLE_BY_OTHERS},
 };
 
@@ -90,7 +90,7 @@ impl Tree {
         if !is_ours {
             return Ok(());
         }
-        for entry in fs::read_dir(host_path(&directory))? {
+        for entry in fs::read_dir(path_of(&directory))? {
             let entry = entry?;
             let path = path.join(entry.file_name());
             let kind = entry.file_type()?;
@@ -175,7 +175,7 @@ fn metadata_on(mount: u64, file: &File) -> io::Result<fs::Metadata> {
 
 /// Examines what is at the end of `path` in `directory`, without opening it. With `opened`, closes it to others.
 fn look_at(directory: &File, path: &Path, mount: u64, opened: Option<&Opened>) -> io::Result<fs::Metadata> {
-    let file = open_only_path(&host_path(directory).join(path.file_name().unwrap_or_default()))?;
+    let file = open_only_path(&path_of(directory).join(path.file_name().unwrap_or_default()))?;
     let found = metadata_on(mount, &file)?;
     if let Some(opened) = opened {
         close(opened, path, &file, &found)?;
@@ -195,7 +195,7 @@ fn close(opened: &Opened, path: &Path, file: &File, found: &fs::Metadata) -> io:
     }
     opened.note(path)?;
     // By the descriptor, without opening the file: its permissions are those of this inode, whatever has its name now.
-    fs::set_permissions(host_path(file), fs::Permissions::from_mode(mode(found) & !WRITABLE_BY_OTHERS))
+    fs::set_permissions(path_of(file), fs::Permissions::from_mode(mode(found) & !WRITABLE_BY_OTHERS))
 }
 
 /// The permissions with the set-user-ID, set-group-ID and sticky bits.

@@ -4,7 +4,7 @@ use super::{Observed, Place, candidates};
 use crate::{Brokers, claim::claimed_by_another};
 use host::{
     Root, facts, limits, machine, mountinfo,
-    opening::host_path,
+    opening::path_of,
     port::{self, PortUse},
     room::FileSystem,
     state, trust,
@@ -44,7 +44,7 @@ fn examine_place(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place
         Ok(nearest) => nearest,
         Err(distrust) => return Ok(Place { trouble: Some(distrust.to_string()), ..Place::of(prefix) }),
     };
-    let parent = host_path(&nearest);
+    let parent = path_of(&nearest);
     let shared = machine::shared_by_nodes(&parent).map(|kind| {
         format!(
             "{} is on {kind}, which nodes share: the first node to be uninstalled would delete it for all",
