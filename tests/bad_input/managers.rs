@@ -1,7 +1,8 @@
 //! What an agent's token in the wrong hands can write about who manages which fields of an object, by a real API server.
 
 use api::{
-    ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONFIGMAP_DEFAULT, FluxInstance, INSTANCE, LEASE_PLANNER, NAMESPACE,
+    ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONFIGMAP_DEFAULT, FluxInstance, FluxNode, INSTANCE, LEASE_PLANNER,
+    NAMESPACE,
 };
 use cluster::patch_params;
 use k8s_openapi::api::{
@@ -9,11 +10,11 @@ use k8s_openapi::api::{
     core::v1::{ConfigMap, Node},
 };
 use kube::{
-    Api, ResourceExt,
+    Api, Client, Resource, ResourceExt,
     api::{ApiResource, DynamicObject, Patch, PatchParams, PostParams},
 };
 use model::eligibility::PROTECTING;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::{
     cluster::{Case, no_nodes, until_true},
@@ -73,9 +74,12 @@ async fn an_agents_token_makes_no_object_too_slow_to_be_written() {
     let forged = json!({"metadata": {"managedFields": many("v1", json!({"f:data": {"f:spec.yaml": {}}}))}});
     forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(&forged)).await, "flux-default");
 
-    // The planner renews its Lease meanwhile.
-    let leases = Api::<Lease>::namespaced(client, NAMESPACE);
-    let forged = many("coordination.k8s.io/v1", json!({"f:spec": {"f:holderIdentity": {}}}));
+    forge_the_lease(&client, &many("coordination.k8s.io/v1", json!({"f:spec": {"f:holderIdentity": {}}}))).await;
+}
+
+/// Tries to give the Lease these managers. The planner renews it meanwhile.
+async fn forge_the_lease(client: &Client, forged: &[Value]) {
+    let leases = Api::<Lease>::namespaced(client.clone(), NAMESPACE);
     until_true("a change of the Lease that is not overtaken", async || {
         let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
         lease.metadata.managed_fields = serde_json::from_value(json!(forged)).unwrap();
@@ -88,6 +92,46 @@ async fn an_agents_token_makes_no_object_too_slow_to_be_written() {
         }
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_fills_no_object_with_fields_that_a_manager_does_not_have() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    case.create(no_nodes()).await;
+    let client = agent(&case).await;
+    let fields = |count| (0..count).map(|number| (format!("f:{number:0250}"), json!({}))).collect::<Map<_, _>>();
+    let manager = patch_params().field_manager.unwrap();
+    let ours = |version: &str, fields: Value| {
+        let mut entry = applied(&manager, version, &fields);
+        entry["operation"] = json!("Update");
+        entry
+    };
+
+    // Below a field that an agent does write.
+    let nodes = Api::<Node>::all(client.clone());
+    let fill = async |count| {
+        let below = json!({"f:metadata": {"f:annotations": {format!("f:{ANNOTATION_PROTECTS}"): fields(count)}}});
+        let node = Api::<Node>::all(case.client.clone()).get("node1").await.unwrap();
+        let forged = [managers(&node), vec![ours("v1", below)]].concat();
+        let forged = json!({"metadata": {"annotations": {ANNOTATION_PROTECTS: "x"}, "managedFields": forged}});
+        nodes.patch("node1", &patch_params(), &Patch::Merge(forged)).await
+    };
+    until_the_policy_holds(&case).await;
+    fill(3).await.unwrap();
+    forbidden(fill(4000).await, "a Node");
+
+    let group = FluxNode::api_version(&());
+    let own = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
+    until_true("a FluxNode", async || own.get("node1").await.is_ok()).await;
+    let forged = json!({"metadata": {"managedFields": [ours(&group, json!({"f:spec": fields(4000)}))]}});
+    forbidden(own.patch("node1", &patch_params(), &Patch::Merge(forged)).await, "a FluxNode");
+
+    let maps = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
+    let below = json!({"f:metadata": {"f:annotations": {format!("f:{ANNOTATION_CONSUMED}"): fields(4000)}}});
+    let forged = json!({"metadata": {"managedFields": [ours("v1", below)]}});
+    forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(forged)).await, "flux-default");
+
+    forge_the_lease(&client, &[ours("coordination.k8s.io/v1", json!({"f:spec": fields(4000)}))]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
