@@ -9,9 +9,9 @@ use std::{
     time::Duration,
 };
 
-use hostapi::{ConfigureOrder, StateDir};
+use hostapi::{ConfigureOrder, DumpOrder, StateDir};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use stage::observe;
+use stage::{dump, observe};
 
 use crate::{
     needs::{Need, skips_without},
@@ -102,6 +102,31 @@ fn a_mount_of_the_brokers_user_stops_neither_a_new_certificate_nor_a_removal() {
         } else {
             assert_eq!(host.everything(), before, "{place}");
         }
+    }
+}
+
+#[test]
+fn a_dump_does_not_ask_a_mount_over_the_statedir() {
+    need_root!();
+    if skips_without([Need::Fuse]) {
+        return;
+    }
+    let order = DumpOrder {
+        prefix: PREFIX.into(),
+        digest: DIGEST.to_owned(),
+        run_as: "flux".to_owned(),
+        instance_id: "id-1".to_owned(),
+    };
+    for place in ["state", "state/content.sqlite"] {
+        let host = TestHost::new();
+        host.claim().unwrap();
+        host.environment(DIGEST, None);
+        host.configure(&configure_order()).unwrap();
+        fs::write(host.below("state/content.sqlite"), "").unwrap();
+        UsersMount::that_never_answers(host.below(place)).is_not_asked(|| {
+            // No broker runs.
+            dump(&host.root, &order).unwrap_err();
+        });
     }
 }
 

@@ -10,14 +10,18 @@ use std::{
 
 use tokio::io::unix::AsyncFd;
 
-use host::{changes::Changes, log::without_level};
+use host::{
+    changes::Changes,
+    log::{MOST_KEPT, without_level},
+};
 
 /// How often the file is checked if inotify is not available.
 const POLL: Duration = Duration::from_millis(250);
 /// Most bytes in a line; a longer one is split.
 const MAX_LINE: usize = 16 << 10;
 
-/// Follows the log at a path: while a writer appends, after a trim truncates it, and before it exists.
+/// Follows the log at a path: while a writer appends, after a trim truncates it, and before it exists. If it falls further behind than
+/// [`MOST_KEPT`] bytes, it skips the rest.
 #[derive(Debug)]
 pub struct LogFollower {
     path: PathBuf,
@@ -107,6 +111,10 @@ impl LogFollower {
             self.offset = 0;
             self.partial.clear();
         }
+        if length - self.offset > MOST_KEPT {
+            self.offset = length - MOST_KEPT;
+            self.partial.clear();
+        }
         file.seek(SeekFrom::Start(self.offset))?;
         let mut chunk = vec![0; 64 << 10];
         let count = file.read(&mut chunk)?;
@@ -173,6 +181,21 @@ mod tests {
         write!(writer, "fo").unwrap();
         writeln!(writer, "ur").unwrap();
         assert_eq!(next(&mut follower).await, "four");
+    }
+
+    #[tokio::test]
+    async fn of_a_log_that_its_user_has_made_huge_only_the_end_is_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = log::path(directory.path());
+        let mut writer = log::open(directory.path()).unwrap();
+        let mut follower = LogFollower::from_end(&path);
+        writer.set_len(1 << 40).unwrap();
+        writeln!(writer, "\nthe end").unwrap();
+        let mut pieces = 1;
+        while next(&mut follower).await != "the end" {
+            pieces += 1;
+        }
+        assert!(pieces <= MOST_KEPT / MAX_LINE as u64 + 2, "{pieces}");
     }
 
     #[tokio::test]

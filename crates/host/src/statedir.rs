@@ -41,6 +41,8 @@ use hostapi::{Refusal, StateDir};
 /// Name of the statedir below the prefix.
 pub const STATEDIR: &str = "state";
 const ID: &str = "instance-id";
+/// Most bytes in an instance's ID: with `state.` before and a number behind, it is still a file's name. Our own are UUIDs.
+const LONGEST_ID: usize = 200;
 /// Name of the dump in a statedir that was made from a dump.
 const RECOVERED: &str = "recovered.tgz";
 /// Directory in which flux-core's rc3 writes dumps at a clean stop (`content.dump=auto`).
@@ -144,7 +146,8 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
     make_dir(&new, MODE, Owner::ROOT)?;
     fill(&new).inspect_err(|_| drop(remove_all_if_there(&new)))?;
     write_atomic(&new.join(ID), format!("{id}\n").as_bytes(), 0o644, Owner::ROOT)?;
-    give(&new, owner).map_err(|error| Refusal::io("change the owner of", &new, &error))?;
+    let give_new = || give(&trust::open_unless_user_mounted(&new)?, owner);
+    give_new().map_err(|error| Refusal::io("change the owner of", &new, &error))?;
     // A statedir that was made from a dump and never used can go: it holds only a copy of the dump.
     let has_dump =
         trust::open_unless_user_mounted(&dir).and_then(|dir| open_only_path_below(dir, &recovered())).is_ok();
@@ -215,7 +218,7 @@ fn move_aside(prefix: &Path) -> Result<(), Refusal> {
         return Ok(());
     }
     refuse_mounts(&dir, is_by_user).map_err(failed)?;
-    let aside = free_name(prefix, read_id(&dir).as_deref().unwrap_or("unnamed"));
+    let aside = free_name(prefix, read_id(&dir).as_deref().unwrap_or("unnamed")).map_err(failed)?;
     rename_in(prefix, STATEDIR, aside).map_err(failed)
 }
 
@@ -257,18 +260,20 @@ fn read_id(dir: &Path) -> Option<String> {
     let mut id = String::new();
     file.take(256).read_to_string(&mut id).ok()?;
     let id = id.trim();
-    let plain =
-        !id.is_empty() && !id.starts_with('.') && id.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    let plain = (1..=LONGEST_ID).contains(&id.len())
+        && !id.starts_with('.')
+        && id.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
     plain.then(|| id.to_owned())
 }
 
-fn free_name(prefix: &Path, id: &str) -> String {
-    let name = |n: u32| match n {
-        0 => format!("{STATEDIR}.{id}"),
-        n => format!("{STATEDIR}.{id}.{n}"),
-    };
-    let is_free = |name: &String| !opening::is_there(&prefix.join(name)).unwrap_or(true);
-    (0..).map(name).find(is_free).unwrap_or_else(|| name(0))
+fn free_name(prefix: &Path, id: &str) -> io::Result<String> {
+    let mut name = format!("{STATEDIR}.{id}");
+    let mut number = 0;
+    while opening::is_there(&prefix.join(&name))? {
+        number += 1;
+        name = format!("{STATEDIR}.{id}.{number}");
+    }
+    Ok(name)
 }
 
 /// True for what a removal keeps if it shall keep the queue: `state`, a `state.<id>` that was moved aside, and dumps. Also
@@ -303,25 +308,33 @@ fn refuse_other_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
     )))
 }
 
-/// Gives the statedir to `owner`, unless owner and mode of its top directory show that this was completed before.
+/// Gives the statedir to `owner`, with all that is in it if it is still root's. Of one that is another user's already, which is this
+/// `owner`, only the top is set right: that user may have moved files of root's into it, and have changed its mode or group.
 fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
-    let failed = |error: io::Error| Refusal::io("change the owner of", dir, &error);
-    let found = trust::open_unless_user_mounted(dir).and_then(|dir| dir.metadata()).map_err(failed)?;
-    if Owner::of(&found) == owner && found.permissions().mode() & 0o7777 == MODE {
-        return Ok(());
-    }
-    give(dir, owner).map_err(failed)
+    let change = || -> io::Result<()> {
+        let top = trust::open_unless_user_mounted(dir)?;
+        let found = top.metadata()?;
+        if found.uid() == 0 && (owner.uid != 0 || found.mode() & 0o7777 == UNFINISHED) {
+            give(&top, owner)
+        } else {
+            give_top(&top, owner)
+        }
+    };
+    change().map_err(|error| Refusal::io("change the owner of", dir, &error))
 }
 
-/// Gives `dir` and its content to `owner`. Processes of the former owner may still run and change files during the
+/// Gives `top` and its content to `owner`. Processes of the former owner may still run and change files during the
 /// walk. So each directory is closed to them before it is read, files are changed through open descriptors, and no
 /// symlink is followed.
-fn give(dir: &Path, owner: Owner) -> io::Result<()> {
-    let top = trust::open_unless_user_mounted(dir)?;
-    own(&top, Owner::ROOT)?;
+fn give(top: &File, owner: Owner) -> io::Result<()> {
+    own(top, Owner::ROOT)?;
     top.set_permissions(fs::Permissions::from_mode(UNFINISHED))?;
-    give_below(&top, owner)?;
-    own(&top, owner)?;
+    give_below(top, owner)?;
+    give_top(top, owner)
+}
+
+fn give_top(top: &File, owner: Owner) -> io::Result<()> {
+    own(top, owner)?;
     top.set_permissions(fs::Permissions::from_mode(MODE))
 }
 

@@ -25,6 +25,7 @@ mod needs;
 pub use carry_out::{carry_out, main};
 pub use claim::claim;
 pub use configure::configure;
+pub use dump::dump;
 pub use flux::flux;
 pub use observe::observe;
 pub use remove::{Brokers, remove};

@@ -92,6 +92,39 @@ fn a_new_owner_gets_the_whole_statedir_and_nothing_that_it_links_to() {
     }
 }
 
+#[test]
+fn a_file_of_roots_that_the_brokers_user_has_moved_into_the_statedir_stays_roots() {
+    let Some(dir) = directory() else { return };
+    let prefix = dir.path();
+    let order = StateDir { instance_id: "id-1".into(), established: true };
+    prepare(prefix, &StateDir { established: false, ..order.clone() }, FLUX).unwrap();
+    let (state, moved) = (prefix.join("state"), prefix.join("state/notes"));
+    fs::write(&moved, "root's").unwrap();
+    let of_another_group = || std::os::unix::fs::chown(&state, None, Some(4242)).unwrap();
+    let sticky = || fs::set_permissions(&state, fs::Permissions::from_mode(0o1700)).unwrap();
+    for change in [&of_another_group as &dyn Fn(), &sticky] {
+        change();
+        prepare(prefix, &order, FLUX).unwrap();
+        assert_eq!((owner(&moved), owner(&state)), (Owner::ROOT, FLUX));
+        assert_eq!(fs::metadata(&state).unwrap().permissions().mode() & 0o7777, MODE);
+    }
+}
+
+#[test]
+fn a_statedir_is_moved_aside_however_long_an_id_its_user_wrote() {
+    let Some(dir) = directory() else { return };
+    let prefix = dir.path();
+    for (length, aside) in
+        [(LONGEST_ID, format!("state.{}", "a".repeat(LONGEST_ID))), (251, "state.unnamed".to_owned())]
+    {
+        fs::create_dir(prefix.join("state")).unwrap();
+        fs::write(prefix.join("state/instance-id"), "a".repeat(length)).unwrap();
+        prepare(prefix, &StateDir { instance_id: "id-1".into(), established: false }, FLUX).unwrap();
+        assert!(prefix.join(aside).is_dir(), "{:?}", left(prefix));
+        fs::remove_dir_all(prefix.join("state")).unwrap();
+    }
+}
+
 fn left(dir: &Path) -> Vec<String> {
     let mut names: Vec<_> =
         fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
