@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::ErrorKind,
-    net::{SocketAddr, TcpListener},
+    net::{IpAddr, SocketAddr, TcpListener},
 };
 
 use hostapi::Refusal;
@@ -17,17 +17,29 @@ pub enum PortUse {
     Free,
     /// Our own broker.
     Ours,
-    /// Another process: pid and name, if it listens there and they are known.
-    Taken(Option<(i32, String)>),
+    /// Somebody else.
+    Taken(Holder),
     /// It can't be listened on for another reason.
     Unusable(String),
+}
+
+/// Who has taken a port, as far as that can be known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Holder {
+    /// A process that listens there: its pid and name.
+    Process(i32, String),
+    /// The user with this uid, whose socket listens there. No process has it as a descriptor, such as while it is on its way from one
+    /// process to another (unix(7), `SCM_RIGHTS`).
+    User(u32),
+    /// Nothing listens there: a socket is only bound.
+    Unknown,
 }
 
 /// Tries to listen, for an instant, as a broker would. A process that has the port at another address does not matter.
 pub fn port_use(root: &Root, endpoint: SocketAddr) -> PortUse {
     match TcpListener::bind(endpoint) {
         Ok(_) => PortUse::Free,
-        Err(error) if error.kind() == ErrorKind::AddrInUse => PortUse::Taken(holder(root, endpoint.port())),
+        Err(error) if error.kind() == ErrorKind::AddrInUse => PortUse::Taken(holder(root, endpoint)),
         // The address is on no interface, as behind NAT. Only brokers with children listen, and those report the
         // problem.
         Err(error) if error.kind() == ErrorKind::AddrNotAvailable => PortUse::Free,
@@ -60,8 +72,11 @@ pub fn check(found: &PortUse, port: u16) -> Result<(), Refusal> {
     let taken = |who: &str| Err(Refusal::transient(format!("port {port}{TAKEN}{who}; {remedy}")));
     let problem = match found {
         PortUse::Free | PortUse::Ours => return Ok(()),
-        PortUse::Taken(Some((pid, name))) => return taken(&format!("{name} (pid {pid})")),
-        PortUse::Taken(None) => {
+        PortUse::Taken(Holder::Process(pid, name)) => return taken(&format!("{name} (pid {pid})")),
+        PortUse::Taken(Holder::User(uid)) => {
+            return taken(&format!("a socket of the user with uid {uid}, which no process has as a descriptor"));
+        }
+        PortUse::Taken(Holder::Unknown) => {
             return taken("a process that can't be named (`ss --tcp --bound-inactive --processes` may list it)");
         }
         PortUse::Unusable(why) => format!("can't be used to listen: {why}"),
@@ -70,48 +85,97 @@ pub fn check(found: &PortUse, port: u16) -> Result<(), Refusal> {
 }
 
 /// A socket that is bound and does not listen has the port too, but no line in these tables.
-fn holder(root: &Root, port: u16) -> Option<(i32, String)> {
+fn holder(root: &Root, endpoint: SocketAddr) -> Holder {
     let read = |path| fs::read_to_string(root.path(path)).unwrap_or_default();
-    let inode = listener(&read("/proc/net/tcp"), port).or_else(|| listener(&read("/proc/net/tcp6"), port))?;
+    let found = ["/proc/net/tcp", "/proc/net/tcp6"].iter().find_map(|table| listener(&read(table), endpoint));
+    let Some((inode, uid)) = found else { return Holder::Unknown };
     let socket = format!("socket:[{inode}]");
-    processes(root).ok()?.into_iter().find_map(|process| {
+    let mut processes = processes(root).unwrap_or_default().into_iter();
+    let process = processes.find_map(|process| {
         let mut descriptors = fs::read_dir(process.dir.join("fd")).ok()?.flatten();
         descriptors.find(|fd| fs::read_link(fd.path()).is_ok_and(|link| link.as_os_str() == socket.as_str()))?;
-        Some((process.pid, process.name()))
+        Some(Holder::Process(process.pid, process.name()))
+    });
+    process.unwrap_or(Holder::User(uid))
+}
+
+/// Inode and uid of the socket that listens (state 0A) at `endpoint`, or at its port of all addresses, from a table in the format of
+/// /proc/net/tcp (proc(5)).
+fn listener(table: &str, endpoint: SocketAddr) -> Option<(u64, u32)> {
+    table.lines().skip(1).find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let (address, port) = fields.get(1)?.rsplit_once(':')?;
+        let address = address_of(address)?;
+        let is_there = address == endpoint.ip().to_canonical() || address.is_unspecified();
+        let listens = *fields.get(3)? == "0A" && u16::from_str_radix(port, 16) == Ok(endpoint.port());
+        (listens && is_there).then(|| Some((fields.get(9)?.parse().ok()?, fields.get(7)?.parse().ok()?)))?
     })
 }
 
-/// Inode of the socket that listens (state 0A) on `port`, from a table in the format of /proc/net/tcp (proc(5)).
-fn listener(table: &str, port: u16) -> Option<u64> {
-    table.lines().skip(1).find_map(|line| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let local = fields.get(1)?.rsplit_once(':')?.1;
-        let listens = *fields.get(3)? == "0A" && u16::from_str_radix(local, 16) == Ok(port);
-        listens.then(|| fields.get(9)?.parse().ok())?
-    })
+/// An address in such a table: 32-bit words in hexadecimal, each in this machine's byte order.
+fn address_of(hex: &str) -> Option<IpAddr> {
+    let word = |at: usize| u32::from_str_radix(hex.get(at..at + 8)?, 16).ok().map(u32::to_ne_bytes);
+    match hex.len() {
+        8 => Some(IpAddr::from(word(0)?)),
+        32 => {
+            let words = [word(0)?, word(8)?, word(16)?, word(24)?];
+            let bytes: [u8; 16] = words.concat().try_into().ok()?;
+            Some(IpAddr::from(bytes).to_canonical())
+        }
+        _ => None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        io,
+        os::{fd::AsRawFd, unix::net::UnixStream},
+    };
+
+    use nix::{
+        sys::socket::{ControlMessage, MsgFlags, sendmsg},
+        unistd::geteuid,
+    };
+
     use super::*;
 
     #[test]
     fn a_taken_port_is_reported_with_the_process_that_has_it() {
         let root = Root::host();
+        for address in ["127.0.0.1:0", "0.0.0.0:0", "[::]:0"] {
+            let Ok(listener) = TcpListener::bind(address) else { continue };
+            let port = listener.local_addr().unwrap().port();
+            let endpoint = SocketAddr::from(([127, 0, 0, 1], port));
+            // Even without the right to see other processes' descriptors, we see our own.
+            let found = port_use(&root, endpoint);
+            let own = i32::try_from(std::process::id()).unwrap();
+            assert!(matches!(found, PortUse::Taken(Holder::Process(pid, _)) if pid == own), "{address}: {found:?}");
+            if address.starts_with("127") {
+                assert_eq!(port_use(&root, SocketAddr::from(([127, 0, 0, 2], port))), PortUse::Free);
+            }
+            drop(listener);
+            assert_eq!(port_use(&root, endpoint), PortUse::Free);
+        }
+    }
+
+    /// Linux closes it once nothing can receive it any more.
+    #[test]
+    fn of_a_listening_socket_that_no_process_has_the_owner_is_reported() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = listener.local_addr().unwrap();
-        let PortUse::Taken(holder) = port_use(&root, endpoint) else { panic!("{endpoint} should be taken") };
-        // Even without the right to see other processes' descriptors, we see our own.
-        assert_eq!(holder.map(|(pid, _)| pid), i32::try_from(std::process::id()).ok());
-        assert_eq!(port_use(&root, SocketAddr::from(([127, 0, 0, 2], endpoint.port()))), PortUse::Free);
+        let (to, _from) = UnixStream::pair().unwrap();
+        let descriptors = [listener.as_raw_fd()];
+        let message = [ControlMessage::ScmRights(&descriptors)];
+        sendmsg::<()>(to.as_raw_fd(), &[io::IoSlice::new(b"x")], &message, MsgFlags::empty(), None).unwrap();
         drop(listener);
-        assert_eq!(port_use(&root, endpoint), PortUse::Free);
+        assert_eq!(port_use(&Root::host(), endpoint), PortUse::Taken(Holder::User(geteuid().as_raw())));
     }
 
     #[test]
     fn a_bound_socket_that_does_not_listen_takes_the_port_too() {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
-        assert_eq!(port_use(&Root::host(), socket.local_addr().unwrap()), PortUse::Taken(None));
+        assert_eq!(port_use(&Root::host(), socket.local_addr().unwrap()), PortUse::Taken(Holder::Unknown));
     }
 }

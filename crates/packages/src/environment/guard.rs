@@ -23,6 +23,11 @@ pub(crate) const KEPT_MODE: u32 = 0o755;
 /// (ext4 allows 65,000), so a small archive could fill the disk.
 const MAX_NAMES: u64 = 10_000;
 
+/// Most names in an entry's path, and most directories of an archive: those that no entry names count too, since a short archive can
+/// name files in ever new ones. All of Flux with an MPI has less than 2,000, twelve deep.
+const MOST_NAMES_IN_PATH: usize = 100;
+const MOST_DIRECTORIES: usize = 100_000;
+
 /// An entry that passed the checks.
 pub(crate) struct Checked {
     /// The path below the tree; empty for the tree itself.
@@ -51,6 +56,9 @@ impl Checked {
         let given = entry.path().map_err(broken)?.into_owned();
         let refuse = |reason: String| UnpackError::Entry { path: given.display().to_string(), reason };
         let path = inside(&given).ok_or_else(|| refuse("would be outside of the tree".to_owned()))?;
+        if path.components().count() > MOST_NAMES_IN_PATH {
+            return Err(refuse(format!("is more than {MOST_NAMES_IN_PATH} directories deep")));
+        }
         let target = |what: &str| {
             let target = entry.link_name().map_err(broken)?.filter(|target| !target.as_os_str().is_empty());
             Ok::<_, UnpackError>(target.ok_or_else(|| refuse(format!("is a {what} to nothing")))?.into_owned())
@@ -165,6 +173,7 @@ pub(crate) struct Tree<'a> {
     root: &'a Path,
     /// Directories that were created or checked. No entry replaces a directory, so checking each once suffices.
     made: HashSet<PathBuf>,
+    most_directories: usize,
     /// Modes and times of directories, set at the end: a directory may be read-only, and adding a file changes its
     /// time.
     directories: Vec<(PathBuf, u32, i64)>,
@@ -176,7 +185,14 @@ pub(crate) struct Tree<'a> {
 impl<'a> Tree<'a> {
     /// Unpacks into `root`, an empty directory that no other process writes to.
     pub(crate) fn new(root: &'a Path) -> Self {
-        Self { root, made: HashSet::new(), directories: Vec::new(), privileged: None, buffer: vec![0; 1 << 17] }
+        Self {
+            root,
+            made: HashSet::new(),
+            most_directories: MOST_DIRECTORIES,
+            directories: Vec::new(),
+            privileged: None,
+            buffer: vec![0; 1 << 17],
+        }
     }
 
     pub(crate) fn add(&mut self, entry: &Checked, content: &mut impl Read) -> Result<(), UnpackError> {
@@ -243,6 +259,10 @@ impl<'a> Tree<'a> {
             return Ok(());
         }
         self.create_real_directory(directory.parent().unwrap_or(Path::new("")), entry)?;
+        if self.made.len() >= self.most_directories {
+            let reason = format!("is beyond the {} directories that an archive may have", self.most_directories);
+            return Err(UnpackError::Entry { path: entry.display().to_string(), reason });
+        }
         let full = self.root.join(directory);
         match fs::create_dir(&full) {
             Ok(()) => {}
@@ -327,4 +347,41 @@ pub(crate) fn bad_symlink(prefix: &Path, path: &Path, target: &Path) -> Option<S
     }
     let out = !stays_inside(path.parent().unwrap_or(Path::new("")), target);
     out.then(|| format!("is a symlink to {}, out of {}", target.display(), prefix.display()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+mod tests {
+    use super::*;
+
+    /// Unpacks an archive of empty files with these paths, and `most` directories at most.
+    fn unpack(paths: &[String], most: usize) -> Result<(), UnpackError> {
+        let mut archive = tar::Builder::new(Vec::new());
+        for path in paths {
+            let mut header = tar::Header::new_gnu();
+            header.set_size(0);
+            header.set_mode(0o644);
+            archive.append_data(&mut header, path, io::empty()).unwrap();
+        }
+        let bytes = archive.into_inner().unwrap();
+        let root = tempfile::tempdir().unwrap();
+        let mut tree = Tree { most_directories: most, ..Tree::new(root.path()) };
+        tar::Archive::new(&bytes[..]).entries().unwrap().try_for_each(|entry| {
+            let mut entry = entry.unwrap();
+            tree.add(&Checked::new(&entry, |_, _| None)?, &mut entry)
+        })
+    }
+
+    #[test]
+    fn directories_that_no_entry_names_are_counted_and_none_is_too_deep() {
+        let deep = |count| format!("{}x", "d/".repeat(count));
+        unpack(&[deep(MOST_NAMES_IN_PATH - 1)], MOST_DIRECTORIES).unwrap();
+        let refused = unpack(&[deep(MOST_NAMES_IN_PATH)], MOST_DIRECTORIES).unwrap_err();
+        assert!(refused.to_string().contains("is more than 100 directories deep"), "{refused}");
+
+        let wide: Vec<_> = (0..10).map(|number| format!("{number}/a/x")).collect();
+        unpack(&wide, 20).unwrap();
+        let refused = unpack(&wide, 19).unwrap_err();
+        assert!(refused.to_string().contains("9/a/x is beyond the 19 directories"), "{refused}");
+    }
 }

@@ -3,7 +3,7 @@
 //! files of its prefix.
 
 use std::{
-    fs,
+    fs, io,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -11,7 +11,7 @@ use std::{
 use super::{LaunchError, Places, record::RunRecord, systemd::Systemd};
 use api::{Rank, Roster};
 use broker::command::{BrokerIdentity, launch};
-use host::{Root, cgroup, facts, log, opening::beginning_of, process::Identity, state, users};
+use host::{Root, cgroup, facts, log, opening::beginning_of, process::Identity, state, trust, users};
 use hostapi::LaunchRecord;
 
 /// Most bytes of a command line or an environment that are read: a job may move the borders of its own (prctl(2),
@@ -141,12 +141,10 @@ impl Places {
     fn known(&self, process: &Identity, systemd: bool) -> Result<RunRecord, Unrestored> {
         let line = CommandLine::of(process.pid).ok_or(Unrestored::NoCommandLine)?;
         let prefix = line.prefix().ok_or(Unrestored::NotOurs)?;
-        let directory = Root::host().path(&prefix);
-        let roster = directory.join("etc/roster.json");
-        let roster = fs::read_to_string(&roster)
-            .ok()
-            .and_then(|text| Roster::parse(&text).ok())
-            .ok_or(Unrestored::NoRoster(roster))?;
+        // Any user's process may have such a command line, and a pipe at the path that it names.
+        let roster = prefix.join("etc/roster.json");
+        let text = trust::open_file(&Root::host(), &roster).ok().and_then(|file| io::read_to_string(file).ok());
+        let roster = text.and_then(|text| Roster::parse(&text).ok()).ok_or(Unrestored::NoRoster(roster))?;
         let record = record(&line, &prefix, &roster)?;
         let state = state::load(&Root::host(), &prefix).ok().flatten();
         if state.is_some_and(|state| state.instance_uid != roster.instance_uid) {

@@ -1,3 +1,5 @@
+use host::port::Holder;
+
 use super::*;
 
 const GIB: u64 = 1 << 30;
@@ -61,11 +63,11 @@ fn each_refusal_names_the_object_and_a_remedy() {
         (Observed { places: vec![broken("/opt/x")], ..good() }, ["/opt/x: mounted read-only", "spec.prefix"], false),
         (Observed { places: vec![full], ..good() }, ["10240 MiB are free", "11264 MiB are needed"], true),
         (
-            Observed { port: PortUse::Taken(Some((7, "sshd".into()))), ..good() },
+            Observed { port: PortUse::Taken(Holder::Process(7, "sshd".into())), ..good() },
             ["sshd (pid 7)", "spec.broker.port"],
             true,
         ),
-        (Observed { port: PortUse::Taken(None), ..good() }, ["port 8050", "spec.broker.port"], true),
+        (Observed { port: PortUse::Taken(Holder::Unknown), ..good() }, ["port 8050", "spec.broker.port"], true),
     ] {
         let refusal = assess(seen, &order()).unwrap_err();
         assert!(words.iter().all(|word| refusal.message.contains(word)), "{words:?}: {refusal}");
