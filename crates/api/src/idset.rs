@@ -1,11 +1,17 @@
 //! Sets of ids as Flux writes them (RFC 22), of ranks or of cores: `0-3,7`.
 
-use std::{collections::BTreeSet, fmt, str::FromStr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    str::FromStr,
+};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
-/// More ids than any instance has ranks, or any node cores: a longer range is a mistake, or meant to fill our memory.
+/// Larger than any rank or core.
 const MAX_ID: u32 = 1 << 20;
+/// More ids than any instance has ranks, or any node cores: a longer set is a mistake, or meant to fill our memory.
+pub(crate) const MOST_IDS: usize = 1 << 16;
 
 /// A set of ranks, or of other ids.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,8 +64,8 @@ impl FromStr for IdSet {
             };
             let (first, last) = (number(first)?, number(last)?);
             // Ids that are repeated count each time: whoever writes a set must not choose how long it takes to read.
-            count += u64::from(last) + 1 - u64::from(first.min(last));
-            if first > last || count > u64::from(MAX_ID) + 1 {
+            count += last as usize + 1 - first.min(last) as usize;
+            if first > last || count > MOST_IDS {
                 return Err(wrong());
             }
             ranks.extend(first..=last);
@@ -99,6 +105,26 @@ impl<'de> Deserialize<'de> for IdSet {
     }
 }
 
+/// Reads sets by name. What is no set is read as an empty one, and if all have too many ids together, each is: whoever may write them must
+/// choose neither how much memory they take nor that nobody can read them. The planner, which compares them with what it wants, writes
+/// them anew.
+///
+/// # Errors
+/// If these are no texts by name, which the API server does not admit.
+pub(crate) fn read_few<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, IdSet>, D::Error> {
+    let texts = BTreeMap::<String, String>::deserialize(deserializer)?;
+    let (mut sets, mut count) = (BTreeMap::new(), 0);
+    for (name, text) in &texts {
+        let set: IdSet = text.parse().unwrap_or_default();
+        count += set.len();
+        if count > MOST_IDS {
+            return Ok(texts.into_keys().map(|name| (name, IdSet::default())).collect());
+        }
+        sets.insert(name.clone(), set);
+    }
+    Ok(sets)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -126,8 +152,18 @@ mod tests {
         for text in ["a", "-", "1-", "-1", "3-1", "1,,2", "1,", "[1", "1]", "+1", " 1", "0-4294967295", "99999999999"] {
             assert!(text.parse::<IdSet>().is_err(), "{text}");
         }
-        let repeated = format!("0-{MAX_ID},0");
-        assert!(repeated.parse::<IdSet>().is_err(), "it would take as long as its writer likes");
-        assert!(format!("0-{MAX_ID}").parse::<IdSet>().is_ok());
+        let last = MOST_IDS - 1;
+        assert!(format!("0-{last},0").parse::<IdSet>().is_err(), "it would take as long as its writer likes");
+        assert!(format!("0-{last}").parse::<IdSet>().is_ok());
+        assert!(MAX_ID.to_string().parse::<IdSet>().is_ok());
+    }
+    #[test]
+    fn many_sets_take_no_more_memory_than_one_and_a_wrong_one_hides_no_other() {
+        let read = |sets: serde_json::Value| read_few(sets).unwrap();
+        let few = read(serde_json::json!({"a": "0-3", "b": "no set"}));
+        assert_eq!(few, [("a".to_owned(), (0..4).collect()), ("b".to_owned(), IdSet::default())].into());
+        let all = format!("0-{}", MOST_IDS - 1);
+        let many = read(serde_json::json!({"a": all, "b": "7"}));
+        assert_eq!(many, ["a", "b"].map(|name| (name.to_owned(), IdSet::default())).into());
     }
 }

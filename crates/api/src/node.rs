@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Finding, IdSet, PodCounts, Resources};
+use super::{Finding, IdSet, PodCounts, Resources, idset};
 
 /// The CRD's message if `spec.nodeName` differs from the FluxNode's name.
 const ANOTHER_NODE: &str = "is not the name of this FluxNode";
@@ -61,6 +61,7 @@ pub struct FluxNodeSpec {
     pub node_uid: Option<String>,
     /// Broker rank, if this node is a member, or was one and its broker still runs under that rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(max = u32::MAX))]
     pub rank: Option<u32>,
     /// The epoch that the rank belongs to.
     #[serde(default)]
@@ -69,7 +70,11 @@ pub struct FluxNodeSpec {
     #[serde(default)]
     pub revision: u64,
     /// Lead only: ranks that get no new jobs, by reason (idsets as in RFC 22).
-    #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
+    #[serde(
+        default,
+        skip_serializing_if = "std::collections::BTreeMap::is_empty",
+        deserialize_with = "idset::read_few"
+    )]
     #[schemars(with = "std::collections::BTreeMap<String, String>")]
     pub drain: std::collections::BTreeMap<String, IdSet>,
     /// Why this node gets no new jobs.

@@ -46,12 +46,12 @@ const LONGEST_ID: usize = 200;
 /// Name of the dump in a statedir that was made from a dump.
 const RECOVERED: &str = "recovered.tgz";
 /// Directory in which flux-core's rc3 writes dumps at a clean stop (`content.dump=auto`).
-const OWN_DUMPS: &str = "dump";
+const FLUX_DUMPS: &str = "dump";
 /// Name format of those dumps, in local time.
-const OWN_DUMP: &str = "%Y%m%d_%H%M%S.tgz";
+const FLUX_DUMP: &str = "%Y%m%d_%H%M%S.tgz";
 /// Link in that directory by which rc3 tells rc1 which dump to restore.
 const RESTORE: &str = "RESTORE";
-/// Number of those dumps that are kept.
+/// Number of those dumps that stay.
 const KEEP: usize = 3;
 /// Database of flux-core's content-sqlite module, which holds the whole KVS.
 pub const CONTENT: &str = "content.sqlite";
@@ -123,7 +123,7 @@ pub fn prepare_from_dump(
     read_dump: impl FnOnce(&Path) -> Result<(), Refusal>,
 ) -> Result<(), Refusal> {
     make(prefix, instance_id, owner, |new| {
-        let dumps = new.join(OWN_DUMPS);
+        let dumps = new.join(FLUX_DUMPS);
         make_dir(&dumps, MODE, Owner::ROOT)?;
         let file = dumps.join(RECOVERED);
         read_dump(&file)?;
@@ -161,7 +161,7 @@ fn make(prefix: &Path, id: &str, owner: Owner, fill: impl FnOnce(&Path) -> Resul
 
 /// Where a statedir that was made from a dump has it.
 fn recovered() -> PathBuf {
-    Path::new(OWN_DUMPS).join(RECOVERED)
+    Path::new(FLUX_DUMPS).join(RECOVERED)
 }
 
 /// True if the statedir `dir` certainly holds no queue, and no dump of which one is to be made.
@@ -192,16 +192,16 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     // The broker's user owns the directories above and could put a link there, or a mount; root must not remove other files through
     // it.
     let opened = trust::open_unless_user_mounted(&prefix.join(STATEDIR))
-        .and_then(|state| open_in(&state, OsStr::new(OWN_DUMPS)));
+        .and_then(|state| open_in(&state, OsStr::new(FLUX_DUMPS)));
     let Ok(dir) = opened else { return (0, 0) };
     let dir_path = path_of(&dir);
     let names = fs::read_dir(&dir_path).into_iter().flatten().flatten().map(|entry| entry.file_name());
-    let is_own = |name: &OsString| name.to_str().is_some_and(|name| DateTime::strptime(OWN_DUMP, name).is_ok());
+    let is_own = |name: &OsString| name.to_str().is_some_and(|name| DateTime::strptime(FLUX_DUMP, name).is_ok());
     let mut names: Vec<_> = names.filter(is_own).collect();
     names.sort();
     let restored = fs::read_link(dir_path.join(RESTORE)).ok();
     let restored = restored.as_deref().and_then(Path::file_name);
-    // The dump that a recovery started from has no use either, once Flux has written a younger one.
+    // The dump that `recover --from` started from has no use either, once Flux has written a younger one.
     let recovered = (!names.is_empty()).then(|| OsString::from(RECOVERED));
     let old = names.iter().rev().skip(KEEP).chain(&recovered).filter(|name| Some(name.as_os_str()) != restored);
     let removed = old.filter_map(|name| {
@@ -222,7 +222,7 @@ fn move_aside(prefix: &Path) -> Result<(), Refusal> {
     rename_in(prefix, STATEDIR, aside).map_err(failed)
 }
 
-/// IDs of the instances whose statedirs are below `prefix` (this process's path): in use, kept or moved aside.
+/// IDs of the instances whose statedirs are below `prefix` (this process's path): in use, or moved aside once.
 pub fn kept(prefix: &Path) -> BTreeSet<String> {
     let entries = fs::read_dir(prefix).into_iter().flatten().flatten();
     let found = entries.filter_map(|entry| {
@@ -245,7 +245,7 @@ pub fn is_there(prefix: &Path, id: &str) -> bool {
 /// If its mode can't be changed.
 pub fn keep_private(prefix: &Path) -> Result<(), Refusal> {
     let dir = &prefix.join(STATEDIR);
-    // Of one that a user has covered, what can be seen is that user's.
+    // If a user has mounted something over it, we would change that.
     let Ok(opened) = trust::open_unless_user_mounted(dir) else { return Ok(()) };
     let close = || match opened.metadata()?.permissions().mode() & 0o077 {
         0 => Ok(()),

@@ -142,8 +142,20 @@ mod tests {
     #[test]
     fn the_line_is_the_worst_finding() {
         use Weight::*;
-        let order =
-            [Problem, LeadAway, NotApplied, ScaleDenied, RestartBlocked, NodesAway, AgentsAway, RestartWaits, Fine];
+        let order = [
+            Problem,
+            LeadAway,
+            CoresLost,
+            PodsWait,
+            NotApplied,
+            ScaleDenied,
+            RestartBlocked,
+            NodesAway,
+            AgentsAway,
+            RestartWaits,
+            QueueStopped,
+            Fine,
+        ];
         let all: Vec<_> = order.iter().rev().map(|weight| Finding::new(*weight, format!("{weight:?}"))).collect();
         for (resolved, worst) in order.iter().enumerate() {
             let left = &all[..all.len() - resolved];

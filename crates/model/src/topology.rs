@@ -4,9 +4,9 @@
 use api::Rank;
 
 /// The prototype of this project ran with `-Stbon.fanout=256`, which is flat up to 257 ranks.
-const SEED_FANOUT: u32 = 256;
-/// Largest instance in which all ranks are children of the lead by default. Above it, `mincrit` bounds the lead's
-/// fanout (flux-core's own limit).
+const PROTOTYPE_FANOUT: u32 = 256;
+/// Largest instance for which the default has the name `flat`. Above it, the default is `mincrit`, with which flux-core bounds the lead's
+/// fanout: by this number, so that it puts routers between at a few ranks more.
 const FLAT_LIMIT: u32 = 1024;
 
 /// Why a text is not a topology.
@@ -69,7 +69,7 @@ impl Topology {
     /// Translates the spec's `text` into Flux's `tbon.topo` for an instance of `size` ranks.
     pub fn for_flux(text: &str, size: u32) -> &str {
         match text {
-            Self::FLAT if size <= SEED_FANOUT + 1 => "kary:256",
+            Self::FLAT if size <= PROTOTYPE_FANOUT + 1 => "kary:256",
             Self::FLAT => "kary:0",
             other => other,
         }

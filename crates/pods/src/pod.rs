@@ -10,7 +10,7 @@ use crate::{
     record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord, is_label_like},
     requests::Requests,
     time::{Millis, SECOND},
-    unsupported::{Unsupported, check_annotations, spreads},
+    unsupported::{Unsupported, check_annotations, check_fields},
 };
 use api::SCHEDULER;
 
@@ -192,7 +192,7 @@ impl PodView {
                     .clone()
                     .map_err(Unsupported::from)
                     .and_then(|_| check_annotations(meta.annotations.as_ref()))
-                    .and_then(|()| spreads(spec, &labels, &namespace, &names)),
+                    .and_then(|()| check_fields(spec, &labels, &namespace, &names)),
                 seconds: spec.active_deadline_seconds.and_then(|seconds| u64::try_from(seconds).ok()),
                 priority: spec.priority.unwrap_or(0),
                 told: scheduled.filter(|condition| condition.status == "False").map(|condition| {

@@ -45,7 +45,7 @@ pub enum Unsupported {
          volumeBindingMode Immediate"
     )]
     WaitForFirstConsumer(String),
-    /// A binding adds the record of the job without a check of the size. A pod with more than 256 KiB of annotations is never written
+    /// The API server does not check the size when a binding adds the record of the job. A pod with more than 256 KiB of annotations is never written
     /// again, not even by kubelet.
     #[error(
         "its annotations have more than {} bytes, which leaves no room for the record of its job: shorten them",
@@ -71,7 +71,7 @@ pub(crate) fn check_annotations(annotations: Option<&Labels>) -> Result<(), Unsu
 ///
 /// # Errors
 /// [`Unsupported`].
-pub fn spreads(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str]) -> Result<bool, Unsupported> {
+pub fn check_fields(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str]) -> Result<bool, Unsupported> {
     if spec.resource_claims.iter().flatten().next().is_some() {
         return Err(Unsupported::ResourceClaims);
     }
@@ -105,8 +105,8 @@ pub fn spreads(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str])
     }
 }
 
-/// True if `selector` selects only objects that have one of `names` as the value of some label. A selector of other labels
-/// could select pods outside the gang, which would have to stay apart too.
+/// True if `selector` selects only objects that have one of `names` as the value of some label. Each controller has a label key of its own
+/// for them, so any key will do. A selector of other labels could select pods outside the gang, which would have to stay apart too.
 fn names_one_of(selector: &LabelSelector, names: &[&str]) -> bool {
     let is_name = |value: &String| names.contains(&value.as_str());
     let one_value = selector.match_expressions.iter().flatten().filter(|wanted| wanted.operator == "In");
@@ -127,7 +127,7 @@ mod tests {
         let mut pod = json!({"containers": []});
         pod.as_object_mut().unwrap().extend(spec.as_object().unwrap().clone());
         let labels = [("job-name".into(), "train".into()), ("app".into(), "mpi".into())].into();
-        spreads(&serde_json::from_value(pod).unwrap(), &labels, "default", &["train", "uid-1"])
+        check_fields(&serde_json::from_value(pod).unwrap(), &labels, "default", &["train", "uid-1"])
     }
 
     fn apart(term: Value) -> Value {
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn preferences_and_nothing_at_all_are_honoured() {
+    fn preferences_are_ignored_and_refuse_nothing() {
         let soft = json!({"whenUnsatisfiable": "ScheduleAnyway", "maxSkew": 1, "topologyKey": "zone"});
         let preferred = json!([{"weight": 1, "podAffinityTerm": {"topologyKey": HOSTNAME}}]);
         for spec in [

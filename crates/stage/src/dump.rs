@@ -61,8 +61,7 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     let room = Room::of(&dir).map_err(|error| Refusal::io("examine", &dir, &error))?;
     // The broker's user owns the statedir, and a mount there may never answer.
     let statedir = trust::open_unless_user_mounted(&root.path(&order.prefix).join(STATEDIR));
-    let store =
-        statedir.and_then(|statedir| File::from(open_only_path_below(statedir, Path::new(CONTENT))?).metadata());
+    let store = statedir.and_then(|statedir| open_only_path_below(statedir, Path::new(CONTENT))?.metadata());
     check_room(&root.unpath(&dir), room, store.map_or(0, |store| store.len()))?;
     // The time before the dump begins: later changes are not in it.
     let time = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();

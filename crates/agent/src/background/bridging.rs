@@ -58,6 +58,7 @@ enum Wanted<'a> {
     Cleanup {
         /// The process of the broker.
         broker: i32,
+        /// Whether queues that a restart stopped are to be started, too.
         starts_queues: bool,
     },
 }
@@ -75,7 +76,7 @@ impl Bridging {
             self.running = None;
         }
         if !matches!(wanted, Wanted::Cleanup { .. }) {
-            // It would cancel the jobs of the next bridge.
+            // A clean-up that goes on would cancel the jobs of the next bridge.
             self.cleanup = None;
         }
         match wanted {
@@ -100,7 +101,7 @@ impl Bridging {
                     client: ops.client.clone(),
                     connect: Box::new(|| Box::pin(broker_state::connect())),
                     told,
-                    // What starts now would end with the broker.
+                    // The uninstall is about to stop the broker, and jobs that start now with it.
                     may_start_queues: Box::new(|| !uninstall_is_under_way()),
                     identity: self.identity.clone(),
                     report,
@@ -153,7 +154,7 @@ fn wanted(inputs: &NodeInputs) -> Wanted<'_> {
     match () {
         () if inputs.nothing_wanted || !is_its_roster => Wanted::Nothing,
         () if roster.settings.pods => Wanted::Bridge { roster, is_closing },
-        // What starts now would end with the broker.
+        // The broker is about to stop, and jobs that start now with it.
         () if is_closing => Wanted::Nothing,
         () => {
             let starts_queues = !stops_queues_on_restart(&roster.settings.config);

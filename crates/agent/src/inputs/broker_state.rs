@@ -76,7 +76,7 @@ pub struct BrokerState {
 const SILENT: Duration = Duration::from_mins(1);
 
 impl BrokerState {
-    /// The broker that runs on `host` is in the overlay.
+    /// The broker that runs on `host` says that it is in state `run`. One that is cut off says so for minutes.
     pub fn is_online(&self, host: &HostView) -> bool {
         host.broker.as_ref().is_some_and(|broker| self.pid == Some(broker.pid) && self.state == "run")
     }

@@ -59,13 +59,13 @@ pub struct NodeInputs {
     pub flux_node: Option<FluxNode>,
     /// What an installation depends on.
     pub wish: Wish,
-    /// The roster, at least as new as our FluxNode's spec.
+    /// The newest roster that this version could read: at least as new as our FluxNode's spec, unless `newer_roster` is set.
     pub roster: Option<Arc<Roster>>,
-    /// Why this version can't read the published roster; `roster` is an older one then.
+    /// Why this version can't read the published roster.
     pub newer_roster: Option<String>,
     /// The API server has no roster any more.
     pub roster_is_gone: bool,
-    /// Digests of the published package sets, the one that the spec asks for first. Empty if they were not read yet.
+    /// Digests of the published package sets, first of the one that the spec asks for. Empty if they were not read yet.
     pub published: Vec<String>,
     /// Digests of the published package sets whose archives are on this host.
     pub held_archives: Vec<String>,
@@ -115,7 +115,7 @@ impl NodeInputs {
         source.filter(|source| source.digest == digest).map(|source| source.peers.clone()).unwrap_or_default()
     }
 
-    /// The broker that runs on this host is in the overlay.
+    /// The broker that runs on this host says that it is in state `run`. One that is cut off says so for minutes.
     pub fn is_online(&self) -> bool {
         self.broker.is_online(&self.host)
     }

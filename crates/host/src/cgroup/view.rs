@@ -98,7 +98,7 @@ impl Membership {
 
 /// The place of the cgroup `name` in each hierarchy: directly below the mount point, because on a simulated node only
 /// part of the hierarchy is mounted. The place is None for a hierarchy that is not mounted; such a hierarchy is left
-/// out if the process is in its root, because no pod's end kills there.
+/// out if the process is in its root, since the end of a pod kills nothing there.
 pub fn places(memberships: &[Membership], mounts: &[Mount], name: &str) -> Vec<(Membership, Option<Place>)> {
     memberships
         .iter()
@@ -129,7 +129,8 @@ pub fn directories(memberships: &[Membership], mounts: &[Mount], name: &str) -> 
     memberships.iter().filter_map(directory).collect()
 }
 
-/// Verifies after the move that the process has left its pod in every hierarchy.
+/// Verifies after the move that the process has left its pod in every hierarchy: it is in a place of ours there, or in the root, which
+/// outlives pods. Anywhere else, the end of the pod would kill the broker.
 ///
 /// # Errors
 /// [`CgroupError::LeftBehind`] with the first hierarchy in which it has not.
@@ -156,7 +157,7 @@ mod tests {
 40 31 0:37 / /sys/fs/cgroup/systemd rw,relatime - cgroup cgroup rw,xattr,name=systemd
 ";
 
-    fn directories(memberships_text: &str, mountinfo: &str) -> Vec<(String, Option<(String, String)>)> {
+    fn placed(memberships_text: &str, mountinfo: &str) -> Vec<(String, Option<(String, String)>)> {
         places(&memberships(memberships_text), &mounts(mountinfo), "flux-distribute/broker")
             .into_iter()
             .map(|(membership, place)| {
@@ -175,7 +176,7 @@ mod tests {
             "9:name=systemd:/kubepods/pod1\n4:memory:/kubepods/pod1\n2:cpu,cpuacct:/kubepods/pod1\n0::/\n";
         let path = "/flux-distribute/broker";
         assert_eq!(
-            directories(memberships, V1),
+            placed(memberships, V1),
             [
                 ("name=systemd".to_owned(), at("/sys/fs/cgroup/systemd/flux-distribute/broker", path)),
                 ("memory".to_owned(), at("/sys/fs/cgroup/memory/flux-distribute/broker", path)),
@@ -198,15 +199,15 @@ mod tests {
     fn a_mount_of_part_of_a_hierarchy_counts_as_its_root() {
         let mountinfo = "40 31 0:37 /nodes/node1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
         assert_eq!(
-            directories("0::/nodes/node1/kubepods/pod1\n", mountinfo),
+            placed("0::/nodes/node1/kubepods/pod1\n", mountinfo),
             [("v2".to_owned(), at("/sys/fs/cgroup/flux-distribute/broker", "/nodes/node1/flux-distribute/broker"))]
         );
     }
 
     #[test]
     fn a_hierarchy_that_is_not_mounted_matters_unless_the_process_is_in_its_root() {
-        assert_eq!(directories("5:pids:/\n0::/\n", V1), []);
-        assert_eq!(directories("5:pids:/kubepods/pod1\n", V1), [("pids".to_owned(), None)]);
+        assert_eq!(placed("5:pids:/\n0::/\n", V1), []);
+        assert_eq!(placed("5:pids:/kubepods/pod1\n", V1), [("pids".to_owned(), None)]);
     }
 
     #[test]

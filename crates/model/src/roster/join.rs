@@ -58,13 +58,13 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     let limit = limit(seen.spec, roster.settings.max_size);
     let mut with_rank: HashSet<String> = roster.members().map(|member| member.uid.clone()).collect();
     let mut nodes = candidates(seen);
-    let kept = roster.ranks.iter().filter(|(_, entry)| entry.member.is_none());
-    let kept: HashMap<String, Rank> =
-        kept.filter_map(|(rank, entry)| Some((entry.reserved_for.clone()?, *rank))).collect();
+    let empty = roster.ranks.iter().filter(|(_, entry)| entry.member.is_none());
+    let reserved: HashMap<String, Rank> =
+        empty.filter_map(|(rank, entry)| Some((entry.reserved_for.clone()?, *rank))).collect();
     // Nodes that come back to their own rank go before nodes that never had one.
-    nodes.sort_by_key(|node| !kept.contains_key(&node.uid));
-    // Until the end of this function the free ranks stay the same, except for those that are given out here: a rank
-    // that is kept for a node is not free, and a new member carries no others before it is online.
+    nodes.sort_by_key(|node| !reserved.contains_key(&node.uid));
+    // Computed once, because nothing in this function makes a rank free: a reserved one is not, and a new member carries no others before
+    // it is online.
     let mut free = None;
     for node in nodes {
         if with_rank.len() >= limit {
@@ -77,8 +77,9 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         if with_rank.contains(&node.uid) || facts(seen, node).is_none() || runs || differs {
             continue;
         }
-        let is_held = |rank: &Rank| parent(roster, *rank).is_none_or(|parent| can_carry(members, roster, parent));
-        let own = kept.get(&node.uid).copied().filter(is_held);
+        let parent_carries =
+            |rank: &Rank| parent(roster, *rank).is_none_or(|parent| can_carry(members, roster, parent));
+        let own = reserved.get(&node.uid).copied().filter(parent_carries);
         let mut next = || free.get_or_insert_with(|| free_ranks(seen, members, roster)).next();
         // Without a rank, go on: a later node may still have a rank of its own.
         let Some(rank) = own.or_else(&mut next) else { continue };
@@ -90,13 +91,13 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     }
 }
 
-/// The ranks that any node may take: without a member, kept for no node, not drained, claimed by no broker that runs, and
-/// under a parent that is online. If the rank was held before, the lead must report the old broker offline first: that
-/// node's agent no longer reports. Interior ranks come first, so that holes in a deep tree are filled before leaves are
+/// The ranks that any node may take: without a member, reserved for no node, not drained, not that of a broker that runs, and
+/// under a parent that can carry it ([`can_carry`]). If the rank had a member before, whose agent may report no more, the lead must report
+/// the old broker offline first. Interior ranks come first, so that holes in a deep tree are filled before leaves are
 /// added.
 fn free_ranks(seen: &Observed, members: &Members, roster: &Roster) -> vec::IntoIter<Rank> {
     let size = roster.settings.max_size;
-    let claimed: BTreeSet<Rank> = seen
+    let adopted_ranks: BTreeSet<Rank> = seen
         .reports
         .values()
         .filter_map(|report| report.adopted.as_ref())
@@ -111,7 +112,7 @@ fn free_ranks(seen: &Observed, members: &Members, roster: &Roster) -> vec::IntoI
         .filter(|rank| {
             let is_free = |entry: &RosterEntry| entry.member.is_none() && entry.reserved_for.is_none();
             roster.ranks.get(rank).is_none_or(|entry| is_free(entry) && members.has_lead_lost(*rank))
-                && !claimed.contains(rank)
+                && !adopted_ranks.contains(rank)
                 && drained.is_none_or(|drained| !drained.contains(*rank))
                 && !has_jobs(rank)
                 && topology.parent(*rank).is_none_or(|parent| can_carry(members, roster, parent))

@@ -15,7 +15,7 @@ use zip::{CompressionMethod, ZipArchive};
 use crate::{
     Limits,
     environment::guard::{Checked, EntryKind, Tree, inside, leads_to_users, stays_inside},
-    environment::limits::{Entries, Guarded, Limited, Memory, zstd_window},
+    environment::limits::{AtMost, Entries, Guarded, Memory, zstd_window},
     unpack_error::{UnpackError, broken},
 };
 
@@ -105,7 +105,7 @@ fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
     let wrong = |error: zip::result::ZipError| {
         UnpackError::Archive(format!("it is damaged or truncated: its table of contents can't be read: {error}"))
     };
-    let mut zip = ZipArchive::new(Limited::new(archive, CONTENTS)).map_err(wrong)?;
+    let mut zip = ZipArchive::new(AtMost::new(archive, CONTENTS)).map_err(wrong)?;
     let mut members = Vec::new();
     for part in ["info-", "pkg-"] {
         let is_part = |name: &str| name.starts_with(part) && name.ends_with(".tar.zst");

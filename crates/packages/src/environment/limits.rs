@@ -75,18 +75,18 @@ impl Limits {
 }
 
 /// Fails once more than a number of bytes was read, wherever they stand.
-pub(crate) struct Limited<R> {
+pub(crate) struct AtMost<R> {
     inner: R,
     left: u64,
 }
 
-impl<R> Limited<R> {
+impl<R> AtMost<R> {
     pub(crate) fn new(inner: R, bytes: u64) -> Self {
         Self { inner, left: bytes }
     }
 }
 
-impl<R: Read> Read for Limited<R> {
+impl<R: Read> Read for AtMost<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         // One byte more than is left proves that there is too much; a whole buffer may be as large as the archive.
         let most = buffer.len().min(usize::try_from(self.left).unwrap_or(usize::MAX).saturating_add(1));
@@ -96,7 +96,7 @@ impl<R: Read> Read for Limited<R> {
     }
 }
 
-impl<R: Seek> Seek for Limited<R> {
+impl<R: Seek> Seek for AtMost<R> {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         self.inner.seek(to)
     }
@@ -205,7 +205,9 @@ impl<'a, R: Read> Iterator for Entries<'a, R> {
         self.allowed.set(match &next {
             // The content is either read by the caller or skipped before the next entry, so it always counts.
             Some(Ok(entry)) => entry.size().saturating_add(METADATA),
+            // Nothing more of it is to be used.
             Some(Err(_)) => 0,
+            // What is behind the last entry is read to its end, so that the sha256 covers it.
             None => u64::MAX,
         });
         next
@@ -290,7 +292,7 @@ mod tests {
 
     #[test]
     fn no_more_is_read_than_shows_that_the_limit_is_exceeded() {
-        let mut limited = Limited::new(io::Cursor::new(vec![0; 1000]), 10);
+        let mut limited = AtMost::new(io::Cursor::new(vec![0; 1000]), 10);
         assert_eq!(limited.read(&mut [0; 10]).unwrap(), 10);
         assert_eq!(limited.read(&mut [0; 500]).unwrap_err().to_string(), "it is too long");
         assert_eq!(limited.inner.position(), 11);

@@ -57,7 +57,7 @@ impl Decision {
 pub struct Report {
     /// What it does.
     pub standing: Standing,
-    /// Gangs that run, gangs of one among them.
+    /// Gangs that run; a single pod counts as a gang of one.
     pub running: usize,
     /// Gangs that wait in the queue.
     pub queued: usize,
@@ -93,8 +93,7 @@ impl Standing {
     }
 }
 
-/// Decides what is to be done. It depends on nothing else: the same world gives the same actions, and a world in which their
-/// results show gives others.
+/// Decides what is to be done, by `world`, `memory` and `now` alone. What shows in the world as done is not decided again.
 pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
     let Some(broker) = world.broker.as_ref().filter(|broker| broker.in_run_since.is_some()) else {
         return Decision::default();
@@ -114,7 +113,7 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
     Decision { actions: round.actions, report, wake: round.wake }
 }
 
-/// False for an action that must wait, whichever rule decided it.
+/// False for an action that is dropped for now, whichever rule decided it; the next decision has it again.
 fn may_begin(world: &World, action: &Action) -> bool {
     let is_refused = action.paused_by_refusal().is_some_and(|gang| world.refused.contains_key(gang));
     let is_too_late = world.is_closing && *action == Action::StartQueues;

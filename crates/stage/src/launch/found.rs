@@ -14,8 +14,8 @@ use broker::command::{BrokerIdentity, launch};
 use host::{Root, cgroup, facts, log, opening::beginning_of, process::Identity, state, trust, users};
 use hostapi::LaunchRecord;
 
-/// Most bytes of a command line or an environment that are read: a job may move the borders of its own (prctl(2),
-/// `PR_SET_MM`) until they are as large as its address space. Those of a broker of ours have a few thousand bytes.
+/// Most bytes of a command line or an environment that are read: a job may enlarge its own, up to its whole
+/// address space (prctl(2), `PR_SET_MM`). Those of a broker of ours have a few thousand bytes.
 const LONGEST: u64 = 128 << 10;
 
 /// A broker that runs without a record.
@@ -44,10 +44,10 @@ pub enum Unrestored {
     /// It may have ended.
     #[error("its command line can't be read")]
     NoCommandLine,
-    /// Its command line is not one of ours.
+    /// It has no `--config-path`.
     #[error("its command line names no configuration of ours")]
     NotOurs,
-    /// Its command line is not one of ours.
+    /// It has no `-Shostname`.
     #[error("its command line has no broker name")]
     NoName,
     /// The roster that the host was last configured with is gone, or damaged.
