@@ -252,7 +252,12 @@ fn default_log(command: &Command) -> String {
 }
 
 fn init_tracing(command: &Command) {
-    let filter = EnvFilter::try_from_env(redact::LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new(default_log(command)));
+    let mut filter =
+        EnvFilter::try_from_env(redact::LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new(default_log(command)));
+    // Below errors, it logs each answer that it can't read as a whole: Secrets, and pods with their environment.
+    if let Ok(directive) = "kube_client::client=error".parse() {
+        filter = filter.add_directive(directive);
+    }
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(redact::Stderr);
     if std::env::var("FLUX_DISTRIBUTE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         log.json().init();

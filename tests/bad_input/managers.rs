@@ -14,7 +14,7 @@ use kube::{
     api::{ApiResource, DynamicObject, Patch, PatchParams, PostParams},
 };
 use model::eligibility::PROTECTING;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::{
     cluster::{Case, no_nodes, until_true},
@@ -95,43 +95,31 @@ async fn forge_the_lease(client: &Client, forged: &[Value]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_fills_no_object_with_fields_that_a_manager_does_not_have() {
+async fn an_agents_token_invents_no_fields_below_those_that_it_writes() {
     let Some(case) = Case::with_api(1, "real").await else { return };
-    case.create(no_nodes()).await;
     let client = agent(&case).await;
-    let fields = |count| (0..count).map(|number| (format!("f:{number:0250}"), json!({}))).collect::<Map<_, _>>();
     let manager = patch_params().field_manager.unwrap();
-    let ours = |version: &str, fields: Value| {
-        let mut entry = applied(&manager, version, &fields);
+    let ours = |annotation: &str, below: Value| {
+        let mut entry =
+            applied(&manager, "v1", &json!({"f:metadata": {"f:annotations": {format!("f:{annotation}"): below}}}));
         entry["operation"] = json!("Update");
         entry
     };
+    until_the_policy_holds(&case).await;
 
-    // Below a field that an agent does write.
     let nodes = Api::<Node>::all(client.clone());
-    let fill = async |count| {
-        let below = json!({"f:metadata": {"f:annotations": {format!("f:{ANNOTATION_PROTECTS}"): fields(count)}}});
+    let write = async |below: Value| {
         let node = Api::<Node>::all(case.client.clone()).get("node1").await.unwrap();
-        let forged = [managers(&node), vec![ours("v1", below)]].concat();
+        let forged = [managers(&node), vec![ours(ANNOTATION_PROTECTS, below)]].concat();
         let forged = json!({"metadata": {"annotations": {ANNOTATION_PROTECTS: "x"}, "managedFields": forged}});
         nodes.patch("node1", &patch_params(), &Patch::Merge(forged)).await
     };
-    until_the_policy_holds(&case).await;
-    fill(3).await.unwrap();
-    forbidden(fill(4000).await, "a Node");
+    forbidden(write(json!({"f:a": {}})).await, "a Node");
+    write(json!({})).await.unwrap();
 
-    let group = FluxNode::api_version(&());
-    let own = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
-    until_true("a FluxNode", async || own.get("node1").await.is_ok()).await;
-    let forged = json!({"metadata": {"managedFields": [ours(&group, json!({"f:spec": fields(4000)}))]}});
-    forbidden(own.patch("node1", &patch_params(), &Patch::Merge(forged)).await, "a FluxNode");
-
-    let maps = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
-    let below = json!({"f:metadata": {"f:annotations": {format!("f:{ANNOTATION_CONSUMED}"): fields(4000)}}});
-    let forged = json!({"metadata": {"managedFields": [ours("v1", below)]}});
+    let maps = Api::<ConfigMap>::namespaced(client, NAMESPACE);
+    let forged = json!({"metadata": {"managedFields": [ours(ANNOTATION_CONSUMED, json!({"f:a": {}}))]}});
     forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(forged)).await, "flux-default");
-
-    forge_the_lease(&client, &[ours("coordination.k8s.io/v1", json!({"f:spec": fields(4000)}))]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -220,6 +208,66 @@ async fn an_agents_token_takes_no_field_from_its_manager_and_gives_none() {
     forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(forged)).await, "flux-default");
     let mark = json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: "b"}}});
     maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(mark)).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn managers_that_are_nested_too_deeply_to_be_read_stop_no_planner() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    case.create(no_nodes()).await;
+    let client = agent(&case).await;
+    let deep = || (0..200).fold(json!({}), |below, _| json!({"f:a": below}));
+    let manager = patch_params().field_manager.unwrap();
+    let ours = |version: &str, fields: Value| {
+        let mut entry = applied(&manager, version, &fields);
+        entry["operation"] = json!("Update");
+        entry
+    };
+    // The API server has written it, and its answer is no object for a client that reads all of it.
+    fn unread<T: std::fmt::Debug>(answer: Result<T, kube::Error>) {
+        assert!(matches!(answer, Err(kube::Error::SerdeError(_))), "{answer:?}");
+    }
+    until_the_policy_holds(&case).await;
+    // In a Node, by whoever may change it.
+    let nodes = Api::<Node>::all(case.client.clone());
+    let below = json!({"f:metadata": {"f:labels": {"f:example.org/x": deep()}}});
+    let before = managers(&nodes.get("node1").await.unwrap());
+    let forged = [before.clone(), vec![ours("v1", below)]].concat();
+    let forged = json!({"metadata": {"labels": {"example.org/x": "y"}, "managedFields": forged}});
+    unread(nodes.patch("node1", &PatchParams::default(), &Patch::Merge(forged)).await);
+
+    // In a FluxNode and the Lease, by an agent's token.
+    let own = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
+    until_true("a FluxNode", async || own.get("node1").await.is_ok()).await;
+    let forged = ours(&FluxNode::api_version(&()), json!({"f:spec": deep()}));
+    unread(own.patch("node1", &patch_params(), &Patch::Merge(json!({"metadata": {"managedFields": [forged]}}))).await);
+
+    let leases = Api::<Lease>::namespaced(client, NAMESPACE);
+    until_true("a change of the Lease that is not overtaken", async || {
+        let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
+        let forged = ours("coordination.k8s.io/v1", json!({"f:spec": deep()}));
+        lease.metadata.managed_fields = serde_json::from_value(json!([forged])).unwrap();
+        match leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await {
+            Err(kube::Error::Api(status)) if status.code == 409 => false,
+            answer => {
+                unread(answer);
+                true
+            }
+        }
+    })
+    .await;
+
+    case.restart_agent("node1").await;
+    case.patch(json!({"maxSize": 99})).await;
+    case.until::<FluxInstance>(INSTANCE, "seen by a planner", |flux| {
+        flux.status.as_ref().is_some_and(|status| Some(status.observed_generation) == flux.metadata.generation)
+    })
+    .await;
+    // Other tests read them, too.
+    let restored = Patch::Merge(json!({"metadata": {"managedFields": before}}));
+    nodes.patch("node1", &PatchParams::default(), &restored).await.unwrap();
+    let none = Patch::Merge(json!({"metadata": {"managedFields": [{}]}}));
+    case.api::<FluxNode>().patch("node1", &PatchParams::default(), &none).await.unwrap();
+    case.api::<Lease>().patch(LEASE_PLANNER, &PatchParams::default(), &none).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

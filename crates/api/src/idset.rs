@@ -8,10 +8,12 @@ use std::{
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
-/// Larger than any rank or core.
+use super::resources::MOST_CORES_OR_GPUS;
+
+/// Largest id; any rank or core is smaller.
 const MAX_ID: u32 = 1 << 20;
-/// More ids than any instance has ranks, or any node cores: a longer set is a mistake, or meant to fill our memory.
-pub(crate) const MOST_IDS: usize = 1 << 16;
+/// Most ids in a set: a node has no more cores, and an instance fewer ranks. A longer set is a mistake, or meant to fill our memory.
+const MOST_IDS: usize = MOST_CORES_OR_GPUS as usize;
 
 /// A set of ranks, or of other ids.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,7 +57,7 @@ impl FromStr for IdSet {
             (None, false) => text,
             _ => return Err(wrong()),
         };
-        let (mut ranks, mut count) = (BTreeSet::new(), 0);
+        let (mut ranges, mut count) = (Vec::new(), 0);
         for part in inner.split(',').filter(|_| !inner.is_empty()) {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
             let number = |digits: &str| {
@@ -68,9 +70,10 @@ impl FromStr for IdSet {
             if first > last || count > MOST_IDS {
                 return Err(wrong());
             }
-            ranks.extend(first..=last);
+            ranges.push(first..=last);
         }
-        Ok(Self(ranks))
+        // Only now, so that a wrong set costs no more than its text.
+        Ok(Self(ranges.into_iter().flatten().collect()))
     }
 }
 
@@ -105,13 +108,13 @@ impl<'de> Deserialize<'de> for IdSet {
     }
 }
 
-/// Reads sets by name. What is no set is read as an empty one, and if all have too many ids together, each is: whoever may write them must
-/// choose neither how much memory they take nor that nobody can read them. The planner, which compares them with what it wants, writes
-/// them anew.
+/// Reads sets by name, for a field that another node's agent may have written. A text that is no set is read as an empty set, so that
+/// it does not make the whole object unreadable. If the sets have more than [`MOST_IDS`] ids together, all are read as empty, so that
+/// they take little memory. The planner then finds a difference, and writes the field again.
 ///
 /// # Errors
-/// If these are no texts by name, which the API server does not admit.
-pub(crate) fn read_few<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, IdSet>, D::Error> {
+/// If it is not a map of texts, which the API server does not admit.
+pub(crate) fn bounded_sets<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, IdSet>, D::Error> {
     let texts = BTreeMap::<String, String>::deserialize(deserializer)?;
     let (mut sets, mut count) = (BTreeMap::new(), 0);
     for (name, text) in &texts {
@@ -157,9 +160,10 @@ mod tests {
         assert!(format!("0-{last}").parse::<IdSet>().is_ok());
         assert!(MAX_ID.to_string().parse::<IdSet>().is_ok());
     }
+
     #[test]
     fn many_sets_take_no_more_memory_than_one_and_a_wrong_one_hides_no_other() {
-        let read = |sets: serde_json::Value| read_few(sets).unwrap();
+        let read = |sets: serde_json::Value| bounded_sets(sets).unwrap();
         let few = read(serde_json::json!({"a": "0-3", "b": "no set"}));
         assert_eq!(few, [("a".to_owned(), (0..4).collect()), ("b".to_owned(), IdSet::default())].into());
         let all = format!("0-{}", MOST_IDS - 1);

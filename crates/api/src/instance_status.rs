@@ -57,7 +57,7 @@ pub const CONDITION_CERTIFICATE_MISSING: &str = "CertificateMissing";
 /// State of the instance. The planner writes it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-#[schemars(transform = crate::times::only_utc)]
+#[schemars(transform = crate::times::only_utc, transform = crate::numbers::within_types)]
 pub struct FluxInstanceStatus {
     /// State of the instance as a whole: `Pending`, `Starting` until all nodes were online or one of them is stuck, `Running`,
     /// `Restarting`, `Degraded`, `Failed`, or `Ignored` for another name than `flux`.

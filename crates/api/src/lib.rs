@@ -15,6 +15,7 @@ mod instance;
 mod instance_status;
 #[allow(clippy::duplicated_attributes, reason = "each printcolumn has a type_ of its own")]
 mod node;
+mod numbers;
 mod packages;
 pub mod packed;
 mod resources;

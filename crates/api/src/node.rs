@@ -61,6 +61,7 @@ pub struct FluxNodeSpec {
     pub node_uid: Option<String>,
     /// Broker rank, if this node is a member, or was one and its broker still runs under that rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    // The API server would take a larger number, and no agent or planner could read the FluxNode then.
     #[schemars(range(max = u32::MAX))]
     pub rank: Option<u32>,
     /// The epoch that the rank belongs to.
@@ -73,7 +74,7 @@ pub struct FluxNodeSpec {
     #[serde(
         default,
         skip_serializing_if = "std::collections::BTreeMap::is_empty",
-        deserialize_with = "idset::read_few"
+        deserialize_with = "idset::bounded_sets"
     )]
     #[schemars(with = "std::collections::BTreeMap<String, String>")]
     pub drain: std::collections::BTreeMap<String, IdSet>,
@@ -258,7 +259,7 @@ pub struct LeadFailed {
 /// State of the node. Its own agent writes it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-#[schemars(transform = crate::times::only_utc)]
+#[schemars(transform = crate::times::only_utc, transform = crate::numbers::within_types)]
 pub struct FluxNodeStatus {
     /// State of the node: `Waiting`, `Preflight`, `Installing`, `Starting`, `Online`, `Draining`, `Offline`, `Removing` or
     /// `Failed`.

@@ -12,7 +12,7 @@ use tokio::io::unix::AsyncFd;
 
 use host::{
     changes::Changes,
-    log::{MOST_KEPT, without_level},
+    log::{MOST_READ, without_level},
 };
 
 /// How often the file is checked if inotify is not available.
@@ -20,8 +20,8 @@ const POLL: Duration = Duration::from_millis(250);
 /// Most bytes in a line; a longer one is split.
 const MAX_LINE: usize = 16 << 10;
 
-/// Follows the log at a path: while a writer appends, after a trim truncates it, and before it exists. If it falls further behind than
-/// [`MOST_KEPT`] bytes, it skips the rest.
+/// Follows the log at a path: while a writer appends, after a trim truncates it, and before it exists. If it is more than
+/// [`MOST_READ`] bytes behind, it skips what is older.
 #[derive(Debug)]
 pub struct LogFollower {
     path: PathBuf,
@@ -111,8 +111,8 @@ impl LogFollower {
             self.offset = 0;
             self.partial.clear();
         }
-        if length - self.offset > MOST_KEPT {
-            self.offset = length - MOST_KEPT;
+        if length - self.offset > MOST_READ {
+            self.offset = length - MOST_READ;
             self.partial.clear();
         }
         file.seek(SeekFrom::Start(self.offset))?;
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_a_log_that_its_user_has_made_huge_only_the_end_is_followed() {
+    async fn only_the_end_of_a_huge_log_is_followed() {
         let directory = tempfile::tempdir().unwrap();
         let path = log::path(directory.path());
         let mut writer = log::open(directory.path()).unwrap();
@@ -195,7 +195,7 @@ mod tests {
         while next(&mut follower).await != "the end" {
             pieces += 1;
         }
-        assert!(pieces <= MOST_KEPT / MAX_LINE as u64 + 2, "{pieces}");
+        assert!(pieces <= MOST_READ / MAX_LINE as u64 + 2, "{pieces}");
     }
 
     #[tokio::test]

@@ -5,11 +5,13 @@
 //! of hosts or packages.
 
 pub mod access;
+mod answers;
 pub mod certificate;
 pub mod clock;
 mod events;
 pub mod lease;
 pub mod lease_rules;
+mod managers;
 mod merge_patch;
 pub mod published;
 pub mod store;
@@ -61,15 +63,15 @@ pub enum ApiError {
 /// fields of ours under this name alone.
 const FIELD_MANAGER: &str = "flux-distribute";
 
-/// A client for the API server. It hears the API server's clock ([`clock::heard`]), and reads what other users of the API
-/// server have written although it has times that this program can't represent.
+/// A client for the API server. It hears the API server's clock ([`clock::heard`]), and reads objects without what others may have
+/// written there and it can't read: their managers are empty, and no time is later than those that it can represent.
 ///
 /// # Errors
 /// The configuration can't be used.
 pub fn client(config: Config) -> Result<Client, kube::Error> {
     let answers = tower::util::MapResponseLayer::new(|answer: Response<_>| {
         clock::heard(answer.headers());
-        times::readable(answer)
+        answers::readable(answer)
     });
     Ok(ClientBuilder::try_from(config)?.with_layer(&answers).build())
 }

@@ -9,12 +9,12 @@ use std::{
 
 use crate::files::{absent_is_fine, remove_if_there};
 
-/// A larger log is trimmed; the part that is cut off is kept as `broker.log.1` until the next time.
+/// A larger log is trimmed; the end of what is cut off is kept as `broker.log.1` until the next time.
 pub const MAX_LOG_BYTES: u64 = 8 << 20;
 
-/// Most bytes that are kept of what is cut off, and that a reader of the log may be behind. The broker's user can make its log of any
-/// length at once, as a file with holes.
-pub const MOST_KEPT: u64 = 2 * MAX_LOG_BYTES;
+/// Most bytes at the end of a log that anything reads or copies. The broker's user can give its log any length at once, as a file with
+/// holes.
+pub const MOST_READ: u64 = 2 * MAX_LOG_BYTES;
 
 const TAIL_BYTES: u64 = 64 << 10;
 const WHY_CHARS: usize = 300;
@@ -120,8 +120,8 @@ pub fn without_level(line: &str) -> &str {
     }
 }
 
-/// Keeps a log below `max_bytes` while its writer keeps running: moves its content, the last [`MOST_KEPT`] bytes of it, to `<path>.1`
-/// and truncates the file, which the writer has open for appending. Lines written between copy and truncation are lost; the alternative
+/// Keeps a log below `max_bytes` while its writer keeps running: copies its last [`MOST_READ`] bytes to `<path>.1`, and truncates
+/// the file, which the writer has open for appending. Lines written between copy and truncation are lost; the alternative
 /// would be to restart the broker. Returns true if it was trimmed.
 ///
 /// # Errors
@@ -136,16 +136,16 @@ pub fn trim_log(path: &Path, max_bytes: u64) -> io::Result<bool> {
     }
     let (aside, kept) = (with_suffix(path, ".1.new"), trimmed(path));
     let mut file = OpenOptions::new().read(true).write(true).open(path)?;
-    let keep = |file: &mut File| -> io::Result<()> {
+    let copy_end = |file: &mut File| -> io::Result<()> {
         let mut copy = OpenOptions::new().write(true).create(true).truncate(true).mode(0o640).open(&aside)?;
-        file.seek(SeekFrom::Start(length.saturating_sub(MOST_KEPT)))?;
-        io::copy(&mut file.take(MOST_KEPT), &mut copy)?;
+        file.seek(SeekFrom::Start(length.saturating_sub(MOST_READ)))?;
+        io::copy(&mut file.take(MOST_READ), &mut copy)?;
         fs::rename(&aside, &kept)
     };
-    // Cut also if there is no room for what is cut off: the log would take it all the same.
-    let kept = keep(&mut file).inspect_err(|_| drop(remove_if_there(&aside)));
+    // Truncate even if the copy failed: on a full disk, the log would only grow on.
+    let copied = copy_end(&mut file).inspect_err(|_| drop(remove_if_there(&aside)));
     file.set_len(0)?;
-    kept.map(|()| true)
+    copied.map(|()| true)
 }
 
 #[cfg(test)]
@@ -223,14 +223,14 @@ mod tests {
     }
 
     #[test]
-    fn of_a_log_that_its_user_has_made_huge_only_the_end_is_kept() {
+    fn only_the_end_of_a_huge_log_is_kept() {
         let directory = tempfile::tempdir().unwrap();
         let mut writer = open(directory.path()).unwrap();
         let path = path(directory.path());
         writer.set_len(1 << 40).unwrap();
         writeln!(writer, "the end").unwrap();
         assert!(trim_log(&path, MAX_LOG_BYTES).unwrap());
-        assert_eq!((length(&path), length(&trimmed(&path))), (0, MOST_KEPT));
+        assert_eq!((length(&path), length(&trimmed(&path))), (0, MOST_READ));
         assert!(tail(&trimmed(&path), 0).ends_with("the end\n"));
     }
 

@@ -28,8 +28,8 @@ pub enum PortUse {
 pub enum Holder {
     /// A process that listens there: its pid and name.
     Process(i32, String),
-    /// The user with this uid, whose socket listens there. No process has it as a descriptor, such as while it is on its way from one
-    /// process to another (unix(7), `SCM_RIGHTS`).
+    /// The user with this uid, whose socket listens there. No process was found that has it: it may be on its way from one process to
+    /// another (unix(7), `SCM_RIGHTS`), or we may not look into that process.
     User(u32),
     /// Nothing listens there: a socket is only bound.
     Unknown,
@@ -74,7 +74,7 @@ pub fn check(found: &PortUse, port: u16) -> Result<(), Refusal> {
         PortUse::Free | PortUse::Ours => return Ok(()),
         PortUse::Taken(Holder::Process(pid, name)) => return taken(&format!("{name} (pid {pid})")),
         PortUse::Taken(Holder::User(uid)) => {
-            return taken(&format!("a socket of the user with uid {uid}, which no process has as a descriptor"));
+            return taken(&format!("a socket of the user with uid {uid}; no process was found that has it"));
         }
         PortUse::Taken(Holder::Unknown) => {
             return taken("a process that can't be named (`ss --tcp --bound-inactive --processes` may list it)");
@@ -99,14 +99,15 @@ fn holder(root: &Root, endpoint: SocketAddr) -> Holder {
     process.unwrap_or(Holder::User(uid))
 }
 
-/// Inode and uid of the socket that listens (state 0A) at `endpoint`, or at its port of all addresses, from a table in the format of
-/// /proc/net/tcp (proc(5)).
+/// Inode and uid of the socket that listens (state 0A) on the port of `endpoint`, at its address or at all addresses (or at any, if
+/// `endpoint` has none), from a table in the format of /proc/net/tcp (proc(5)).
 fn listener(table: &str, endpoint: SocketAddr) -> Option<(u64, u32)> {
     table.lines().skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (address, port) = fields.get(1)?.rsplit_once(':')?;
         let address = address_of(address)?;
-        let is_there = address == endpoint.ip().to_canonical() || address.is_unspecified();
+        let is_there =
+            address == endpoint.ip().to_canonical() || address.is_unspecified() || endpoint.ip().is_unspecified();
         let listens = *fields.get(3)? == "0A" && u16::from_str_radix(port, 16) == Ok(endpoint.port());
         (listens && is_there).then(|| Some((fields.get(9)?.parse().ok()?, fields.get(7)?.parse().ok()?)))?
     })
@@ -151,6 +152,11 @@ mod tests {
             let found = port_use(&root, endpoint);
             let own = i32::try_from(std::process::id()).unwrap();
             assert!(matches!(found, PortUse::Taken(Holder::Process(pid, _)) if pid == own), "{address}: {found:?}");
+            let anywhere = port_use(&root, SocketAddr::from(([0, 0, 0, 0], port)));
+            assert!(
+                matches!(anywhere, PortUse::Taken(Holder::Process(pid, _)) if pid == own),
+                "{address}: {anywhere:?}"
+            );
             if address.starts_with("127") {
                 assert_eq!(port_use(&root, SocketAddr::from(([127, 0, 0, 2], port))), PortUse::Free);
             }
@@ -159,9 +165,9 @@ mod tests {
         }
     }
 
-    /// Linux closes it once nothing can receive it any more.
+    /// `_from` lives until the end, because Linux closes a socket in transit that nobody can receive.
     #[test]
-    fn of_a_listening_socket_that_no_process_has_the_owner_is_reported() {
+    fn a_listening_socket_that_no_process_has_is_reported_with_its_user() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = listener.local_addr().unwrap();
         let (to, _from) = UnixStream::pair().unwrap();

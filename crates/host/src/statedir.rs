@@ -196,8 +196,8 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     let Ok(dir) = opened else { return (0, 0) };
     let dir_path = path_of(&dir);
     let names = fs::read_dir(&dir_path).into_iter().flatten().flatten().map(|entry| entry.file_name());
-    let is_own = |name: &OsString| name.to_str().is_some_and(|name| DateTime::strptime(FLUX_DUMP, name).is_ok());
-    let mut names: Vec<_> = names.filter(is_own).collect();
+    let is_flux_dump = |name: &OsString| name.to_str().is_some_and(|name| DateTime::strptime(FLUX_DUMP, name).is_ok());
+    let mut names: Vec<_> = names.filter(is_flux_dump).collect();
     names.sort();
     let restored = fs::read_link(dir_path.join(RESTORE)).ok();
     let restored = restored.as_deref().and_then(Path::file_name);
@@ -245,7 +245,7 @@ pub fn is_there(prefix: &Path, id: &str) -> bool {
 /// If its mode can't be changed.
 pub fn keep_private(prefix: &Path) -> Result<(), Refusal> {
     let dir = &prefix.join(STATEDIR);
-    // If a user has mounted something over it, we would change that.
+    // If a user has mounted something over it, there is nothing of ours to close.
     let Ok(opened) = trust::open_unless_user_mounted(dir) else { return Ok(()) };
     let close = || match opened.metadata()?.permissions().mode() & 0o077 {
         0 => Ok(()),
@@ -308,13 +308,14 @@ fn refuse_other_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
     )))
 }
 
-/// Gives the statedir to `owner`, with all that is in it if it is still root's. Of one that is another user's already, which is this
-/// `owner`, only the top is set right: that user may have moved files of root's into it, and have changed its mode or group.
+/// Gives the statedir to `owner`. If its top is root's, its content too: it is new, an earlier change was not completed, or
+/// somebody gave root the top alone, whose group tells it. If its top is `owner`'s already ([`refuse_other_owner`] lets nobody else's through), only the top's group and mode are set: that user may have moved
+/// files of root's into it, which must stay root's.
 fn change_owner(dir: &Path, owner: Owner) -> Result<(), Refusal> {
     let change = || -> io::Result<()> {
         let top = trust::open_unless_user_mounted(dir)?;
         let found = top.metadata()?;
-        if found.uid() == 0 && (owner.uid != 0 || found.mode() & 0o7777 == UNFINISHED) {
+        if found.uid() == 0 && (Owner::of(&found) != owner || found.mode() & 0o7777 == UNFINISHED) {
             give(&top, owner)
         } else {
             give_top(&top, owner)

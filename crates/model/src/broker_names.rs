@@ -2,12 +2,13 @@
 
 use api::{Rank, Roster};
 
+/// Beginning of the placeholder names.
+const SPARE: &str = "flux-spare-";
+
 /// The broker name of a rank in this epoch.
 pub fn broker_name(roster: &Roster, rank: Rank) -> String {
     roster.ranks.get(&rank).map_or_else(|| spare_name(rank), |entry| entry.broker_name.clone())
 }
-
-const SPARE: &str = "flux-spare-";
 
 /// The placeholder name of a spare.
 pub fn spare_name(rank: Rank) -> String {

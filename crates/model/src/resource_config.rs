@@ -22,7 +22,7 @@ fn spare_shape(roster: &Roster) -> Declared {
 /// True if the rank gets its Node's name as a property, so that jobs can require the node by name. An epoch that
 /// declares real node names doesn't need that, and each property adds a line to `flux resource list`; but a property
 /// from an older epoch stays, for jobs that have been pending since then.
-pub fn is_node_a_property(roster: &Roster, entry: &RosterEntry) -> bool {
+pub(super) fn is_node_a_property(roster: &Roster, entry: &RosterEntry) -> bool {
     let differs = |member: &Member| !roster.declares_nodes() && member.node != entry.broker_name;
     entry.member.as_ref().is_some_and(|member| entry.has_node_property || differs(member))
 }

@@ -5,8 +5,8 @@ use api::Rank;
 
 /// The prototype of this project ran with `-Stbon.fanout=256`, which is flat up to 257 ranks.
 const PROTOTYPE_FANOUT: u32 = 256;
-/// Largest instance for which the default has the name `flat`. Above it, the default is `mincrit`, with which flux-core bounds the lead's
-/// fanout: by this number, so that it puts routers between at a few ranks more.
+/// Largest instance that is `flat` by default; a larger one is `mincrit`. Also flux-core's own limit of the lead's children with
+/// `mincrit`: with one more it puts routers between.
 const FLAT_LIMIT: u32 = 1024;
 
 /// Why a text is not a topology.

@@ -45,8 +45,8 @@ pub enum Unsupported {
          volumeBindingMode Immediate"
     )]
     WaitForFirstConsumer(String),
-    /// The API server does not check the size when a binding adds the record of the job. A pod with more than 256 KiB of annotations is never written
-    /// again, not even by kubelet.
+    /// The API server does not check the size when a binding adds the record of the job. A pod with more than 256 KiB of annotations is
+    /// never written again, not even by kubelet.
     #[error(
         "its annotations have more than {} bytes, which leaves no room for the record of its job: shorten them",
         MOST_ANNOTATION_BYTES
@@ -66,8 +66,7 @@ pub(crate) fn check_annotations(annotations: Option<&Labels>) -> Result<(), Unsu
     if bytes > MOST_ANNOTATION_BYTES { Err(Unsupported::Annotations) } else { Ok(()) }
 }
 
-/// The first field of `spec` that can't be honoured; or else whether the pod's anti-affinity keeps the pods of its gang on
-/// different nodes. `names`: what the pod's gang may be called, such as its Job's name and uid.
+/// Checks the fields of `spec`, and returns whether the pod's anti-affinity keeps the pods of its gang on different nodes. `names`: what the pod's gang may be called, such as its Job's name and uid.
 ///
 /// # Errors
 /// [`Unsupported`].
@@ -144,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn preferences_are_ignored_and_refuse_nothing() {
+    fn preferences_refuse_no_pod() {
         let soft = json!({"whenUnsatisfiable": "ScheduleAnyway", "maxSkew": 1, "topologyKey": "zone"});
         let preferred = json!([{"weight": 1, "podAffinityTerm": {"topologyKey": HOSTNAME}}]);
         for spec in [

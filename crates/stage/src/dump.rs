@@ -62,6 +62,7 @@ pub fn dump(root: &Root, order: &DumpOrder) -> Result<Dumped, Refusal> {
     // The broker's user owns the statedir, and a mount there may never answer.
     let statedir = trust::open_unless_user_mounted(&root.path(&order.prefix).join(STATEDIR));
     let store = statedir.and_then(|statedir| open_only_path_below(statedir, Path::new(CONTENT))?.metadata());
+    // A queue that can't be examined is dumped all the more; the dump stops before the disk is full.
     check_room(&root.unpath(&dir), room, store.map_or(0, |store| store.len()))?;
     // The time before the dump begins: later changes are not in it.
     let time = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();

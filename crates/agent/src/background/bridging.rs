@@ -101,7 +101,7 @@ impl Bridging {
                     client: ops.client.clone(),
                     connect: Box::new(|| Box::pin(broker_state::connect())),
                     told,
-                    // The uninstall is about to stop the broker, and jobs that start now with it.
+                    // The uninstall is about to stop the broker, which would end a job that starts now.
                     may_start_queues: Box::new(|| !uninstall_is_under_way()),
                     identity: self.identity.clone(),
                     report,
@@ -154,7 +154,7 @@ fn wanted(inputs: &NodeInputs) -> Wanted<'_> {
     match () {
         () if inputs.nothing_wanted || !is_its_roster => Wanted::Nothing,
         () if roster.settings.pods => Wanted::Bridge { roster, is_closing },
-        // The broker is about to stop, and jobs that start now with it.
+        // The broker is about to stop, which would end a job that starts now.
         () if is_closing => Wanted::Nothing,
         () => {
             let starts_queues = !stops_queues_on_restart(&roster.settings.config);

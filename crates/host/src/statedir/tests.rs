@@ -111,6 +111,22 @@ fn a_file_of_roots_that_the_brokers_user_has_moved_into_the_statedir_stays_roots
 }
 
 #[test]
+fn root_gets_all_of_a_statedir_of_which_it_was_given_the_top() {
+    let Some(dir) = directory() else { return };
+    let prefix = dir.path();
+    let order = StateDir { instance_id: "id-1".into(), established: false };
+    prepare(prefix, &order, FLUX).unwrap();
+    fs::write(prefix.join("state/content.sqlite"), "jobs").unwrap();
+    std::os::unix::fs::chown(prefix.join("state/content.sqlite"), Some(FLUX.uid), Some(FLUX.gid)).unwrap();
+    // The remedy that `refuse_other_owner` names.
+    std::os::unix::fs::chown(prefix.join("state"), Some(0), None).unwrap();
+    prepare(prefix, &order, Owner::ROOT).unwrap();
+    for path in ["state", "state/instance-id", "state/content.sqlite"] {
+        assert_eq!(owner(&prefix.join(path)), Owner::ROOT, "{path}");
+    }
+}
+
+#[test]
 fn a_statedir_is_moved_aside_however_long_an_id_its_user_wrote() {
     let Some(dir) = directory() else { return };
     let prefix = dir.path();

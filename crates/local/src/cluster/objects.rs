@@ -36,7 +36,7 @@ pub(crate) fn client(layout: &Layout, cluster: &Cluster) -> Result<Client, Local
     api::NAMESPACE.clone_into(&mut config.default_namespace);
     config.auth_info.token = Some(cluster.token.clone().into());
     config.root_cert = Some(super::api::certificates(layout)?);
-    Client::try_from(config).context(failed)
+    cluster::client(config).context(failed)
 }
 
 /// Creates the objects of the manifest. `spec` is the YAML for the first FluxInstance.

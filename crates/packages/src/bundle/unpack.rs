@@ -14,7 +14,7 @@ use crate::{
         packages::{self, Contents, Target},
     },
     environment::{
-        guard::{Checked, Tree, bad_symlink},
+        guard::{Checked, UnpackedTree, bad_symlink},
         limits::{Entries, Guarded, reached},
     },
     unpack_error::{UnpackError, broken, truncated},
@@ -85,7 +85,7 @@ fn unpack_tree<R: Read>(
     limits: Limits,
     mut progress: impl FnMut(u64),
 ) -> Result<Unpacked, UnpackError> {
-    let mut tree = into.map(Tree::new);
+    let mut tree = into.map(UnpackedTree::new);
     let mut unpacked = Unpacked { manifest, entries: 0, bytes: 0, contents: None, privileged: None };
     for entry in entries {
         let mut entry = entry.map_err(broken)?;

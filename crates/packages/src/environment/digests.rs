@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_a_file_that_grows_meanwhile_no_more_is_hashed_than_shows_it() {
+    fn a_file_that_grows_while_it_is_hashed_has_another_sha256() {
         let wanted = hex::encode(<sha2::Sha256 as sha2::Digest>::digest([0; 10]));
         assert_eq!(digest_up_to(io::repeat(0).take(10), 10).unwrap(), wanted);
         assert_ne!(digest_up_to(io::repeat(0), 10).unwrap(), wanted);

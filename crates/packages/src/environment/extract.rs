@@ -14,8 +14,8 @@ use zip::{CompressionMethod, ZipArchive};
 
 use crate::{
     Limits,
-    environment::guard::{Checked, EntryKind, Tree, inside, leads_to_users, stays_inside},
-    environment::limits::{AtMost, Entries, Guarded, Memory, zstd_window},
+    environment::guard::{Checked, EntryKind, UnpackedTree, inside, leads_to_users, stays_inside},
+    environment::limits::{CutOff, Entries, Guarded, Memory, zstd_window},
     unpack_error::{UnpackError, broken},
 };
 
@@ -56,14 +56,14 @@ pub(crate) enum Kind {
 }
 
 /// Unpacks `archive` into `into`, an empty directory that no other process writes to. The first bytes of the archive
-/// decide its format. Also returns what [`Tree::finish`] returns.
+/// decide its format. Also returns what [`UnpackedTree::finish`] returns.
 pub(crate) fn extract(
     archive: &mut File,
     into: &Path,
     limits: Limits,
     memory: &Memory,
 ) -> Result<(Contents, Option<PathBuf>), UnpackError> {
-    let mut unpacking = Unpacking { tree: Tree::new(into), contents: Contents::new(), limits };
+    let mut unpacking = Unpacking { tree: UnpackedTree::new(into), contents: Contents::new(), limits };
     let mut magic = [0; 2];
     let read = archive.read(&mut magic).and_then(|_| archive.rewind());
     read.map_err(broken)?;
@@ -105,7 +105,7 @@ fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
     let wrong = |error: zip::result::ZipError| {
         UnpackError::Archive(format!("it is damaged or truncated: its table of contents can't be read: {error}"))
     };
-    let mut zip = ZipArchive::new(AtMost::new(archive, CONTENTS)).map_err(wrong)?;
+    let mut zip = ZipArchive::new(CutOff::new(archive, CONTENTS)).map_err(wrong)?;
     let mut members = Vec::new();
     for part in ["info-", "pkg-"] {
         let is_part = |name: &str| name.starts_with(part) && name.ends_with(".tar.zst");
@@ -123,7 +123,7 @@ fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
 }
 
 struct Unpacking<'a> {
-    tree: Tree<'a>,
+    tree: UnpackedTree<'a>,
     contents: Contents,
     limits: Limits,
 }

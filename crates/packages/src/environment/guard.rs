@@ -21,11 +21,11 @@ pub(crate) const KEPT_MODE: u32 = 0o755;
 
 /// Most names of one file. rattler links each once more, and copies the file once the file system allows no further link
 /// (ext4 allows 65,000), so a small archive could fill the disk.
-const MAX_NAMES: u64 = 10_000;
+const MAX_LINKS: u64 = 10_000;
 
-/// Most names in an entry's path, and most directories of an archive: those that no entry names count too, since a short archive can
-/// name files in ever new ones. All of Flux with an MPI has less than 2,000, twelve deep.
+/// Most names in an entry's path. All of Flux with an MPI has twelve.
 const MOST_NAMES_IN_PATH: usize = 100;
+/// Most directories of an archive, with those that only the paths of files imply. All of Flux with an MPI has less than 2,000.
 const MOST_DIRECTORIES: usize = 100_000;
 
 /// An entry that passed the checks.
@@ -57,7 +57,7 @@ impl Checked {
         let refuse = |reason: String| UnpackError::Entry { path: given.display().to_string(), reason };
         let path = inside(&given).ok_or_else(|| refuse("would be outside of the tree".to_owned()))?;
         if path.components().count() > MOST_NAMES_IN_PATH {
-            return Err(refuse(format!("is more than {MOST_NAMES_IN_PATH} directories deep")));
+            return Err(refuse(format!("has more than {MOST_NAMES_IN_PATH} names in its path")));
         }
         let target = |what: &str| {
             let target = entry.link_name().map_err(broken)?.filter(|target| !target.as_os_str().is_empty());
@@ -169,7 +169,7 @@ pub(crate) fn leads_to_users(target: &Path) -> Option<String> {
 }
 
 /// A tree that is being unpacked.
-pub(crate) struct Tree<'a> {
+pub(crate) struct UnpackedTree<'a> {
     root: &'a Path,
     /// Directories that were created or checked. No entry replaces a directory, so checking each once suffices.
     made: HashSet<PathBuf>,
@@ -182,7 +182,7 @@ pub(crate) struct Tree<'a> {
     buffer: Vec<u8>,
 }
 
-impl<'a> Tree<'a> {
+impl<'a> UnpackedTree<'a> {
     /// Unpacks into `root`, an empty directory that no other process writes to.
     pub(crate) fn new(root: &'a Path) -> Self {
         Self {
@@ -230,8 +230,8 @@ impl<'a> Tree<'a> {
                 let Some(found) = fs::symlink_metadata(&from).ok().filter(fs::Metadata::is_file) else {
                     return refuse(format!("is a hard link to {}, which is not a file before it", target.display()));
                 };
-                if found.nlink() >= MAX_NAMES {
-                    return refuse(format!("is one of more than {MAX_NAMES} names of one file"));
+                if found.nlink() >= MAX_LINKS {
+                    return refuse(format!("is one of more than {MAX_LINKS} names of one file"));
                 }
                 if target == path {
                     return Ok(());
@@ -365,7 +365,7 @@ mod tests {
         }
         let bytes = archive.into_inner().unwrap();
         let root = tempfile::tempdir().unwrap();
-        let mut tree = Tree { most_directories: most, ..Tree::new(root.path()) };
+        let mut tree = UnpackedTree { most_directories: most, ..UnpackedTree::new(root.path()) };
         tar::Archive::new(&bytes[..]).entries().unwrap().try_for_each(|entry| {
             let mut entry = entry.unwrap();
             tree.add(&Checked::new(&entry, |_, _| None)?, &mut entry)
@@ -373,11 +373,11 @@ mod tests {
     }
 
     #[test]
-    fn directories_that_no_entry_names_are_counted_and_none_is_too_deep() {
+    fn an_archive_with_too_many_or_too_deep_directories_is_refused() {
         let deep = |count| format!("{}x", "d/".repeat(count));
         unpack(&[deep(MOST_NAMES_IN_PATH - 1)], MOST_DIRECTORIES).unwrap();
         let refused = unpack(&[deep(MOST_NAMES_IN_PATH)], MOST_DIRECTORIES).unwrap_err();
-        assert!(refused.to_string().contains("is more than 100 directories deep"), "{refused}");
+        assert!(refused.to_string().contains("has more than 100 names in its path"), "{refused}");
 
         let wide: Vec<_> = (0..10).map(|number| format!("{number}/a/x")).collect();
         unpack(&wide, 20).unwrap();

@@ -74,19 +74,19 @@ impl Limits {
     }
 }
 
-/// Fails once more than a number of bytes was read, wherever they stand.
-pub(crate) struct AtMost<R> {
+/// Fails once more bytes were read than it was made for, counting those that were read twice.
+pub(crate) struct CutOff<R> {
     inner: R,
     left: u64,
 }
 
-impl<R> AtMost<R> {
+impl<R> CutOff<R> {
     pub(crate) fn new(inner: R, bytes: u64) -> Self {
         Self { inner, left: bytes }
     }
 }
 
-impl<R: Read> Read for AtMost<R> {
+impl<R: Read> Read for CutOff<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         // One byte more than is left proves that there is too much; a whole buffer may be as large as the archive.
         let most = buffer.len().min(usize::try_from(self.left).unwrap_or(usize::MAX).saturating_add(1));
@@ -96,7 +96,7 @@ impl<R: Read> Read for AtMost<R> {
     }
 }
 
-impl<R: Seek> Seek for AtMost<R> {
+impl<R: Seek> Seek for CutOff<R> {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         self.inner.seek(to)
     }
@@ -205,9 +205,9 @@ impl<'a, R: Read> Iterator for Entries<'a, R> {
         self.allowed.set(match &next {
             // The content is either read by the caller or skipped before the next entry, so it always counts.
             Some(Ok(entry)) => entry.size().saturating_add(METADATA),
-            // Nothing more of it is to be used.
+            // A damaged archive is not read on.
             Some(Err(_)) => 0,
-            // What is behind the last entry is read to its end, so that the sha256 covers it.
+            // The rest of the file is read without this limit, so that its sha256 is that of the whole archive.
             None => u64::MAX,
         });
         next
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn no_more_is_read_than_shows_that_the_limit_is_exceeded() {
-        let mut limited = AtMost::new(io::Cursor::new(vec![0; 1000]), 10);
+        let mut limited = CutOff::new(io::Cursor::new(vec![0; 1000]), 10);
         assert_eq!(limited.read(&mut [0; 10]).unwrap(), 10);
         assert_eq!(limited.read(&mut [0; 500]).unwrap_err().to_string(), "it is too long");
         assert_eq!(limited.inner.position(), 11);

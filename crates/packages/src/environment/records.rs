@@ -22,14 +22,14 @@ use host::{host_root::HostRoot, opening::open_uncovered, trust};
 pub(crate) const RECORDS: &str = ".flux-distribute.records.json";
 
 /// Reads one of our own files in the environment at `root`: a plain file of root's that nobody else can write.
-pub(crate) fn read_own(root: &Path, name: &str) -> io::Result<Vec<u8>> {
+pub(super) fn read_own(root: &Path, name: &str) -> io::Result<Vec<u8>> {
     let content = trust::read(&open_uncovered(root)?.into(), root, name).map_err(io::Error::other)?;
     content.ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
 /// A package's record of one of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RecordedFile {
+pub(super) struct RecordedFile {
     /// The sha256 as installed; `None` if the record has none.
     pub sha256: Option<String>,
     /// The size, if the file is installed unchanged.
@@ -71,7 +71,7 @@ fn is_package_record(path: &Path) -> bool {
 
 /// The content of the file [`RECORDS`].
 #[derive(Serialize, Deserialize, Debug, Default)]
-pub(crate) struct Records {
+pub(super) struct Records {
     /// Path → sha256 of every file that no package's record covers, including the packages' records themselves.
     pub files: BTreeMap<PathBuf, String>,
     /// Path → target.
@@ -111,27 +111,27 @@ impl Records {
     /// True if the file or directory has the permissions that it was built with. Older versions recorded permissions
     /// that let others write. These are wrong nevertheless, except for root's group: many packages were built with a
     /// umask of 002, and replacing all their files beside running jobs would not protect from anyone.
-    pub(crate) fn has_its_mode(&self, path: &Path, found: &fs::Metadata) -> bool {
+    pub(super) fn has_its_mode(&self, path: &Path, found: &fs::Metadata) -> bool {
         let usual = if found.is_dir() { USUAL_OF_DIRECTORY } else { USUAL_OF_FILE };
         mode(found) == self.modes.get(path).unwrap_or(&usual) & !others_bits(self.owner.1)
     }
 
     /// True if the file still has the environment's owner and group.
-    pub(crate) fn has_its_owner(&self, found: &fs::Metadata) -> bool {
+    pub(super) fn has_its_owner(&self, found: &fs::Metadata) -> bool {
         (found.uid(), found.gid()) == self.owner
     }
 
-    pub(crate) fn read(root: &Path) -> io::Result<Self> {
+    pub(super) fn read(root: &Path) -> io::Result<Self> {
         Ok(serde_json::from_slice(&read_own(root, RECORDS)?)?)
     }
 
-    pub(crate) fn write(&self, root: &Path) -> io::Result<()> {
+    pub(super) fn write(&self, root: &Path) -> io::Result<()> {
         write_public(&root.join(RECORDS), &serde_json::to_vec(self)?)
     }
 }
 
 /// Writes a world-readable file, whatever the umask.
-pub(crate) fn write_public(path: &Path, content: &[u8]) -> io::Result<()> {
+pub(super) fn write_public(path: &Path, content: &[u8]) -> io::Result<()> {
     fs::write(path, content)?;
     fs::set_permissions(path, fs::Permissions::from_mode(USUAL_OF_FILE))
 }

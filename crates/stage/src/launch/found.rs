@@ -50,7 +50,7 @@ pub enum Unrestored {
     /// It has no `-Shostname`.
     #[error("its command line has no broker name")]
     NoName,
-    /// The roster that the host was last configured with is gone, or damaged.
+    /// The roster that the host was last configured with is gone, damaged, or not in a file that only root can write.
     #[error("{} can't be read", .0.display())]
     NoRoster(PathBuf),
     /// The prefix was claimed again.
@@ -141,7 +141,7 @@ impl Places {
     fn known(&self, process: &Identity, systemd: bool) -> Result<RunRecord, Unrestored> {
         let line = CommandLine::of(process.pid).ok_or(Unrestored::NoCommandLine)?;
         let prefix = line.prefix().ok_or(Unrestored::NotOurs)?;
-        // Any user's process may have such a command line, and a pipe at the path that it names.
+        // Any user can start a process with such a command line, and put a pipe at the path in it.
         let roster = prefix.join("etc/roster.json");
         let text = trust::open_file(&Root::host(), &roster).ok().and_then(|file| io::read_to_string(file).ok());
         let roster = text.and_then(|text| Roster::parse(&text).ok()).ok_or(Unrestored::NoRoster(roster))?;

@@ -21,8 +21,6 @@ const SHUTDOWN_FILE: &str = "etc/shutdown.json";
 const MARK: &str = "flux-distribute: starting the broker of epoch ";
 /// Text in that line between epoch and instance ID.
 const OF_INSTANCE: &str = " of instance ";
-/// Most bytes read from each of the two log files. Trimming keeps both smaller, except while no agent runs.
-const MOST_BYTES: u64 = 2 * log::MAX_LOG_BYTES;
 
 /// SIGHUP, SIGINT, SIGQUIT, SIGALRM and SIGTERM end a broker (broker.c, signal_is_deadly); the lead forwards others to
 /// jobs.
@@ -68,8 +66,8 @@ fn log_lines(prefix: &Path) -> io::Result<impl Iterator<Item = String>> {
             opened => opened?,
         };
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(MOST_BYTES)))?;
-        Ok(Box::new(file.take(MOST_BYTES)))
+        file.seek(SeekFrom::Start(length.saturating_sub(log::MOST_READ)))?;
+        Ok(Box::new(file.take(log::MOST_READ)))
     };
     let path = log::path(prefix);
     let lines = BufReader::new(open(&log::trimmed(&path))?.chain(open(&path)?)).split(b'\n');
