@@ -240,22 +240,28 @@ const OURS: [&str; 15] = [
     "stage",
 ];
 
-/// A command that ends with an answer tells people that answer, and not on which try it came: only a service writes a log.
-fn default_log(command: &Command) -> String {
-    let (ours, others) = match command {
+/// The levels of our own log and of the libraries'. A command that ends with an answer tells people that answer, and not on which try it
+/// came: only a service writes a log.
+fn levels(command: &Command) -> (&'static str, &'static str) {
+    match command {
         Command::Lock(_) | Command::Bundle(_) | Command::Validate(_) => ("warn", "off"),
         #[cfg(feature = "local")]
         Command::Local(command) if !command.is_service() => ("warn", "off"),
         _ => ("info", "warn"),
-    };
+    }
+}
+
+fn default_log(command: &Command) -> String {
+    let (ours, others) = levels(command);
     OURS.iter().map(|name| format!("{name}={ours},")).chain([others.to_owned()]).collect()
 }
 
 fn init_tracing(command: &Command) {
     let mut filter =
         EnvFilter::try_from_env(redact::LOG_VARIABLE).unwrap_or_else(|_| EnvFilter::new(default_log(command)));
-    // Below errors, it logs each answer that it can't read as a whole: Secrets, and pods with their environment.
-    if let Ok(directive) = "kube_client::client=error".parse() {
+    // With warnings, it logs each answer that it can't read as a whole: Secrets, and pods with their environment.
+    let errors = if levels(command).1 == "off" { "kube_client::client=off" } else { "kube_client::client=error" };
+    if let Ok(directive) = errors.parse() {
         filter = filter.add_directive(directive);
     }
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(redact::Stderr);
