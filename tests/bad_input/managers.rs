@@ -29,6 +29,13 @@ fn applied(manager: &str, version: &str, fields: &Value) -> Value {
     })
 }
 
+/// Says of the agents that they have updated `fields`.
+fn updated_by_us(version: &str, fields: &Value) -> Value {
+    let mut entry = applied(&patch_params().field_manager.unwrap(), version, fields);
+    entry["operation"] = json!("Update");
+    entry
+}
+
 fn forbidden<T: std::fmt::Debug>(answer: Result<T, kube::Error>, what: &str) {
     let (code, words) = refused(answer, what);
     assert!(code == 403 && words.contains("'flux-distribute-managers'"), "{what}: {words}");
@@ -74,36 +81,32 @@ async fn an_agents_token_makes_no_object_too_slow_to_be_written() {
     let forged = json!({"metadata": {"managedFields": many("v1", json!({"f:data": {"f:spec.yaml": {}}}))}});
     forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(&forged)).await, "flux-default");
 
-    forge_the_lease(&client, &many("coordination.k8s.io/v1", json!({"f:spec": {"f:holderIdentity": {}}}))).await;
+    let forged = many("coordination.k8s.io/v1", json!({"f:spec": {"f:holderIdentity": {}}}));
+    forbidden(forge_the_lease(&client, &forged).await, "the Lease");
 }
 
-/// Tries to give the Lease these managers. The planner renews it meanwhile.
-async fn forge_the_lease(client: &Client, forged: &[Value]) {
+/// What the API server answers if the Lease is given these managers. The planner renews it meanwhile.
+async fn forge_the_lease(client: &Client, forged: &[Value]) -> Result<Lease, kube::Error> {
     let leases = Api::<Lease>::namespaced(client.clone(), NAMESPACE);
+    let mut last = None;
     until_true("a change of the Lease that is not overtaken", async || {
         let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
         lease.metadata.managed_fields = serde_json::from_value(json!(forged)).unwrap();
-        match leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await {
-            Err(kube::Error::Api(status)) if status.code == 409 => false,
-            answer => {
-                forbidden(answer, "the Lease");
-                true
-            }
-        }
+        let answer = leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await;
+        let is_overtaken = matches!(&answer, Err(kube::Error::Api(status)) if status.code == 409);
+        last = Some(answer);
+        !is_overtaken
     })
     .await;
+    last.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agents_token_invents_no_fields_below_those_that_it_writes() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let client = agent(&case).await;
-    let manager = patch_params().field_manager.unwrap();
     let ours = |annotation: &str, below: Value| {
-        let mut entry =
-            applied(&manager, "v1", &json!({"f:metadata": {"f:annotations": {format!("f:{annotation}"): below}}}));
-        entry["operation"] = json!("Update");
-        entry
+        updated_by_us("v1", &json!({"f:metadata": {"f:annotations": {format!("f:{annotation}"): below}}}))
     };
     until_the_policy_holds(&case).await;
 
@@ -216,12 +219,6 @@ async fn managers_that_are_nested_too_deeply_to_be_read_stop_no_planner() {
     case.create(no_nodes()).await;
     let client = agent(&case).await;
     let deep = || (0..200).fold(json!({}), |below, _| json!({"f:a": below}));
-    let manager = patch_params().field_manager.unwrap();
-    let ours = |version: &str, fields: Value| {
-        let mut entry = applied(&manager, version, &fields);
-        entry["operation"] = json!("Update");
-        entry
-    };
     // The API server has written it, and its answer is no object for a client that reads all of it.
     fn unread<T: std::fmt::Debug>(answer: Result<T, kube::Error>) {
         assert!(matches!(answer, Err(kube::Error::SerdeError(_))), "{answer:?}");
@@ -231,30 +228,18 @@ async fn managers_that_are_nested_too_deeply_to_be_read_stop_no_planner() {
     let nodes = Api::<Node>::all(case.client.clone());
     let below = json!({"f:metadata": {"f:labels": {"f:example.org/x": deep()}}});
     let before = managers(&nodes.get("node1").await.unwrap());
-    let forged = [before.clone(), vec![ours("v1", below)]].concat();
+    let forged = [before.clone(), vec![updated_by_us("v1", &below)]].concat();
     let forged = json!({"metadata": {"labels": {"example.org/x": "y"}, "managedFields": forged}});
     unread(nodes.patch("node1", &PatchParams::default(), &Patch::Merge(forged)).await);
 
     // In a FluxNode and the Lease, by an agent's token.
     let own = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
     until_true("a FluxNode", async || own.get("node1").await.is_ok()).await;
-    let forged = ours(&FluxNode::api_version(&()), json!({"f:spec": deep()}));
+    let forged = updated_by_us(&FluxNode::api_version(&()), &json!({"f:spec": deep()}));
     unread(own.patch("node1", &patch_params(), &Patch::Merge(json!({"metadata": {"managedFields": [forged]}}))).await);
 
-    let leases = Api::<Lease>::namespaced(client, NAMESPACE);
-    until_true("a change of the Lease that is not overtaken", async || {
-        let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
-        let forged = ours("coordination.k8s.io/v1", json!({"f:spec": deep()}));
-        lease.metadata.managed_fields = serde_json::from_value(json!([forged])).unwrap();
-        match leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await {
-            Err(kube::Error::Api(status)) if status.code == 409 => false,
-            answer => {
-                unread(answer);
-                true
-            }
-        }
-    })
-    .await;
+    let forged = updated_by_us("coordination.k8s.io/v1", &json!({"f:spec": deep()}));
+    unread(forge_the_lease(&client, &[forged]).await);
 
     case.restart_agent("node1").await;
     case.patch(json!({"maxSize": 99})).await;

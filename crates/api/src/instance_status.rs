@@ -1,5 +1,5 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use schemars::JsonSchema;
+use schemars::{JsonSchema, transform::RecursiveTransform};
 use serde::{Deserialize, Serialize};
 
 use super::Dump;
@@ -57,7 +57,8 @@ pub const CONDITION_CERTIFICATE_MISSING: &str = "CertificateMissing";
 /// State of the instance. The planner writes it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-#[schemars(transform = crate::times::only_utc, transform = crate::numbers::within_types)]
+#[schemars(transform = RecursiveTransform(crate::times::only_utc))]
+#[schemars(transform = RecursiveTransform(crate::numbers::within_type))]
 pub struct FluxInstanceStatus {
     /// State of the instance as a whole: `Pending`, `Starting` until all nodes were online or one of them is stuck, `Running`,
     /// `Restarting`, `Degraded`, `Failed`, or `Ignored` for another name than `flux`.

@@ -1,6 +1,6 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::CustomResource;
-use schemars::JsonSchema;
+use schemars::{JsonSchema, transform::RecursiveTransform};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -259,7 +259,8 @@ pub struct LeadFailed {
 /// State of the node. Its own agent writes it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-#[schemars(transform = crate::times::only_utc, transform = crate::numbers::within_types)]
+#[schemars(transform = RecursiveTransform(crate::times::only_utc))]
+#[schemars(transform = RecursiveTransform(crate::numbers::within_type))]
 pub struct FluxNodeStatus {
     /// State of the node: `Waiting`, `Preflight`, `Installing`, `Starting`, `Online`, `Draining`, `Offline`, `Removing` or
     /// `Failed`.

@@ -4,30 +4,15 @@
 use schemars::Schema;
 use serde_json::Value;
 
-/// Has the API server refuse larger numbers in a schema than their types can hold, at any depth.
-pub(crate) fn within_types(schema: &mut Schema) {
-    if let Some(schema) = schema.as_object_mut() {
-        schema.values_mut().for_each(in_value);
-    }
-}
-
-fn in_value(value: &mut Value) {
-    match value {
-        Value::Object(fields) => {
-            let most = match fields.get("format").and_then(Value::as_str) {
-                Some("uint8") => Some(u64::from(u8::MAX)),
-                Some("uint16") => Some(u64::from(u16::MAX)),
-                Some("uint32") => Some(u64::from(u32::MAX)),
-                _ => None,
-            };
-            if let Some(most) = most {
-                fields.entry("maximum").or_insert(most.into());
-            }
-            fields.values_mut().for_each(in_value);
-        }
-        Value::Array(items) => items.iter_mut().for_each(in_value),
-        _ => {}
-    }
+/// Has the API server refuse larger numbers in a schema than its type can hold.
+pub(crate) fn within_type(schema: &mut Schema) {
+    let most = match schema.get("format").and_then(Value::as_str) {
+        Some("uint8") => u64::from(u8::MAX),
+        Some("uint16") => u64::from(u16::MAX),
+        Some("uint32") => u64::from(u32::MAX),
+        _ => return,
+    };
+    schema.ensure_object().entry("maximum").or_insert(most.into());
 }
 
 #[cfg(test)]
