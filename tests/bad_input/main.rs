@@ -21,5 +21,6 @@ mod newer;
 mod objects;
 mod packages;
 mod pods;
+mod readable;
 mod rights;
 mod spec;

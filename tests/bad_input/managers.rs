@@ -81,6 +81,15 @@ async fn an_agents_token_makes_no_object_too_slow_to_be_written() {
     let forged = json!({"metadata": {"managedFields": many("v1", json!({"f:data": {"f:spec.yaml": {}}}))}});
     forbidden(maps.patch(CONFIGMAP_DEFAULT, &patch_params(), &Patch::Merge(&forged)).await, "flux-default");
 
+    let kind = ApiResource::erase::<FluxInstance>(&());
+    let instances = Api::<DynamicObject>::namespaced_with(client.clone(), NAMESPACE, &kind);
+    let dry = PostParams { dry_run: true, ..PostParams::default() };
+    let mut made = DynamicObject::new(INSTANCE, &kind).data(json!({"spec": {}}));
+    let fields = json!({"f:spec": {"f:maxSize": {}}});
+    let forged = json!(many("distribute.flux-framework.org/v1alpha1", fields));
+    made.metadata.managed_fields = serde_json::from_value(forged).unwrap();
+    forbidden(instances.create(&dry, &made).await, "a FluxInstance");
+
     let forged = many("coordination.k8s.io/v1", json!({"f:spec": {"f:holderIdentity": {}}}));
     forbidden(forge_the_lease(&client, &forged).await, "the Lease");
 }

@@ -1,6 +1,6 @@
 //! What another version has written, by a real API server: it hides nothing else, and is not written over.
 
-use api::{FluxNode, NAMESPACE, NodePhase, Want};
+use api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase, Want};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
     Api, ResourceExt,
@@ -85,6 +85,13 @@ async fn an_older_planner_lists_all_flux_nodes_beside_one_of_a_newer_build() {
     let old = case.api::<FluxNode>().get("node1").await.unwrap().uid();
     case.api::<FluxNode>().delete("node1", &DeleteParams::default()).await.unwrap();
     case.until("node1", "told again", |node: &FluxNode| node.uid() != old && is_told(node)).await;
+    // Without a node, that would be named in its place.
+    case.patch(json!({"nodes": null})).await;
+    case.until(INSTANCE, "Degraded for the FluxNode that it can't read", |flux: &FluxInstance| {
+        let degraded = flux.status.as_ref().and_then(|status| status.holding("Degraded"));
+        degraded.is_some_and(|found| found.reason == "FluxNodeNotRead" && found.message.contains("FluxNode retyped,"))
+    })
+    .await;
     for name in ["newer", "retyped"] {
         let kept = nodes.get(name).await.unwrap().data;
         assert_eq!((&kept["status"]["phase"], &kept["status"]["temperature"]), (&json!("Hibernating"), &json!(21)));

@@ -201,7 +201,7 @@ async fn a_flux_node_that_can_not_be_written_is_named_and_stops_no_planner() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_adds_no_labels_to_a_flux_node_and_a_renewal_drops_a_leases() {
+async fn an_agents_token_adds_no_labels_to_our_objects_and_a_renewal_drops_a_leases() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     case.create(no_nodes()).await;
     let client = agent(&case).await;
@@ -253,4 +253,11 @@ async fn an_agents_token_adds_no_labels_to_a_flux_node_and_a_renewal_drops_a_lea
         metadata.labels.is_none() && metadata.annotations.is_none()
     })
     .await;
+
+    let instances = Kind::of::<FluxInstance>(&client);
+    case.api::<FluxInstance>().delete(INSTANCE, &DeleteParams::default()).await.unwrap();
+    let labelled = json!({"metadata": {"name": INSTANCE, "labels": {"example.org/mine": "1"}}, "spec": {}});
+    let (code, words) =
+        refused(instances.api.create(&PostParams::default(), &instances.whole(labelled)).await, "a label");
+    assert!(code == 403 && words.contains("writes neither labels"), "{words}");
 }

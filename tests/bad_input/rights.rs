@@ -241,6 +241,9 @@ async fn an_agents_token_can_create_nothing_that_outlives_it() {
         assert_eq!(refused(patch(json!({ "metadata": metadata })).await, &metadata.to_string()).0, 403, "{metadata}");
     }
     patch(json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: "uid"}}})).await.unwrap();
+    // A FluxInstance that was deleted would come back.
+    let unmarked = json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: null}}});
+    assert_eq!(refused(patch(unmarked).await, "without its mark").0, 403);
 
     let object = |name: &str| json!({"metadata": {"name": name}, "immutable": true});
     let map: ConfigMap = serde_json::from_value(object(CONFIGMAP_ROSTER)).unwrap();

@@ -45,6 +45,7 @@ pub fn node_rules(object: &Value) -> serde_json::Result<Vec<Finding>> {
     printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
 )]
 #[serde(rename_all = "camelCase")]
+#[schemars(transform = RecursiveTransform(crate::numbers::within_type))]
 pub struct FluxNodeSpec {
     /// Name of the Node that this object is about; the same as the name of this object.
     pub node_name: String,
@@ -61,8 +62,6 @@ pub struct FluxNodeSpec {
     pub node_uid: Option<String>,
     /// Broker rank, if this node is a member, or was one and its broker still runs under that rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    // The API server would take a larger number, and no agent or planner could read the FluxNode then.
-    #[schemars(range(max = u32::MAX))]
     pub rank: Option<u32>,
     /// The epoch that the rank belongs to.
     #[serde(default)]

@@ -2,7 +2,18 @@
 //! of them would make the whole object unreadable.
 
 use schemars::Schema;
+use serde::{Deserialize, Deserializer, de::Error};
 use serde_json::Value;
+
+/// The largest integer that every program reads exactly from JSON (RFC 8259, section 6). All of ours are smaller, so that the next
+/// one of a count can always be written.
+pub(crate) const LARGEST: u64 = 1 << 53;
+
+/// Reads a count that is no larger than [`LARGEST`].
+pub(crate) fn count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    let count = u64::deserialize(deserializer)?;
+    if count > LARGEST { Err(D::Error::custom(format!("{count} is more than {LARGEST}"))) } else { Ok(count) }
+}
 
 /// Has the API server refuse larger numbers in a schema than its type can hold.
 pub(crate) fn within_type(schema: &mut Schema) {
@@ -10,6 +21,7 @@ pub(crate) fn within_type(schema: &mut Schema) {
         Some("uint8") => u64::from(u8::MAX),
         Some("uint16") => u64::from(u16::MAX),
         Some("uint32") => u64::from(u32::MAX),
+        Some("uint64" | "int64") => LARGEST,
         _ => return,
     };
     schema.ensure_object().entry("maximum").or_insert(most.into());
@@ -26,8 +38,8 @@ mod tests {
     fn unlimited(value: &Value) -> usize {
         match value {
             Value::Object(fields) => {
-                let is_ours =
-                    ["uint8", "uint16", "uint32"].iter().any(|format| fields.get("format") == Some(&json!(format)));
+                let formats = ["uint8", "uint16", "uint32", "uint64", "int64"];
+                let is_ours = formats.iter().any(|format| fields.get("format") == Some(&json!(format)));
                 let own = usize::from(is_ours && !fields.contains_key("maximum"));
                 own + fields.values().map(unlimited).sum::<usize>()
             }

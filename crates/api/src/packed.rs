@@ -12,8 +12,8 @@ use serde_json::Value;
 
 /// Bytes from which on a text is packed.
 pub const LARGE: usize = 512 << 10;
-/// More than any of ours unpacks to.
-const MOST: u64 = 256 << 20;
+/// Bytes; more than any of ours unpacks to. Of what is longer, only the beginning is read.
+const MOST: u64 = 32 << 20;
 
 /// As gzip.
 ///

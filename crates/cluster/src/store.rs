@@ -13,7 +13,8 @@ use serde::de::DeserializeOwned;
 use super::{as_read, call, gone_is_fine};
 use crate::ApiError;
 use api::{
-    NAMESPACE,
+    CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY,
+    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, NAMESPACE,
     packed::{LARGE, pack, unpack},
 };
 
@@ -24,7 +25,7 @@ const PACKED: &str = ".gz";
 pub struct Document {
     /// The value; empty if the ConfigMap lacks the key.
     pub text: String,
-    /// The values of all other keys.
+    /// The values of the other keys that the planner writes.
     pub others: BTreeMap<String, String>,
     /// metadata.resourceVersion at which it was read.
     pub version: Option<String>,
@@ -37,16 +38,29 @@ pub struct Document {
 pub async fn read(client: &Client, name: &str, key: &str) -> Result<Option<Document>, ApiError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
     let found = call(format!("get ConfigMap {name}"), maps.get_opt(name)).await?;
-    found.map(|map| document(map, key)).transpose().map_err(|error| ApiError::Content {
+    found.map(|map| document(map, name, key)).transpose().map_err(|error| ApiError::Content {
         object: format!("ConfigMap {name}"),
         reason: format!("can't be unpacked ({error})"),
     })
 }
 
-fn document(map: ConfigMap, key: &str) -> io::Result<Document> {
+/// The keys that the planner writes into ConfigMap `name`. Foreign ones are neither unpacked nor kept: they could take the
+/// planner's memory, and fill the ConfigMap until nothing fits into it.
+fn keys(name: &str) -> &'static [&'static str] {
+    match name {
+        CONFIGMAP_ROSTER => &[CONFIGMAP_ROSTER_KEY],
+        CONFIGMAP_BROKER => &[CONFIGMAP_BROKER_KEY],
+        CONFIGMAP_PACKAGES => &[CONFIGMAP_PACKAGES_KEY, CONFIGMAP_PACKAGES_EPOCH_KEY],
+        _ => &[],
+    }
+}
+
+fn document(map: ConfigMap, name: &str, key: &str) -> io::Result<Document> {
+    let keys = keys(name);
     let mut others = map.data.unwrap_or_default();
+    others.retain(|key, _| keys.contains(&key.as_str()));
     for (key, packed) in map.binary_data.unwrap_or_default() {
-        if let Some(key) = key.strip_suffix(PACKED) {
+        if let Some(key) = key.strip_suffix(PACKED).filter(|key| keys.contains(key)) {
             others.insert(key.to_owned(), unpack(&packed)?);
         }
     }
@@ -71,7 +85,7 @@ pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, ApiError> 
     })
 }
 
-/// Writes the value of `key` in ConfigMap `name` and keeps the other keys that `before` has. Creates the ConfigMap if
+/// Writes the value of `key` in ConfigMap `name` with the others of `before`, and nothing else. Creates the ConfigMap if
 /// `before` is None, else replaces exactly the version that was read.
 ///
 /// # Errors
@@ -152,23 +166,36 @@ mod tests {
         let text = serde_json::to_string(&roster).unwrap();
         let map = config_map([(CONFIGMAP_ROSTER_KEY.to_owned(), text.clone())].into()).unwrap();
         assert!(text.len() > 4 << 20 && size(&map) < 1 << 20, "{} of {}", size(&map), text.len());
-        assert_eq!(document(map, CONFIGMAP_ROSTER_KEY).unwrap().text, text);
+        assert_eq!(document(map, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).unwrap().text, text);
     }
 
     #[test]
     fn only_large_values_are_packed_and_they_are_read_back_unchanged() {
+        let (large, small) = (CONFIGMAP_PACKAGES_KEY, CONFIGMAP_PACKAGES_EPOCH_KEY);
         let long = "x".repeat(LARGE + 1);
         let values: BTreeMap<String, String> =
-            [("a", "small"), ("b", &long)].map(|(key, text)| (key.to_owned(), text.to_owned())).into();
+            [(small, "small"), (large, &long)].map(|(key, text)| (key.to_owned(), text.to_owned())).into();
         let map = config_map(values.clone()).unwrap();
-        assert_eq!(map.data.as_ref().unwrap().keys().collect::<Vec<_>>(), ["a"]);
-        assert_eq!(map.binary_data.as_ref().unwrap().keys().collect::<Vec<_>>(), ["b.gz"]);
-        let read = document(map.clone(), "b").unwrap();
-        assert_eq!((read.text == long, &read.others["a"]), (true, &values["a"]));
-        assert_eq!(config_map([("a".to_owned(), "small".to_owned())].into()).unwrap().binary_data, None);
+        assert_eq!(map.data.as_ref().unwrap().keys().collect::<Vec<_>>(), [small]);
+        assert_eq!(map.binary_data.as_ref().unwrap().keys().collect::<Vec<_>>(), [&format!("{large}.gz")]);
+        let read = document(map.clone(), CONFIGMAP_PACKAGES, large).unwrap();
+        assert_eq!((read.text == long, &read.others[small]), (true, &values[small]));
+        assert_eq!(config_map([(small.to_owned(), "small".to_owned())].into()).unwrap().binary_data, None);
 
         let mut cut = map;
-        cut.binary_data.as_mut().unwrap().get_mut("b.gz").unwrap().0.truncate(20);
-        assert!(document(cut, "b").is_err());
+        cut.binary_data.as_mut().unwrap().values_mut().for_each(|packed| packed.0.truncate(20));
+        assert!(document(cut, CONFIGMAP_PACKAGES, large).is_err());
+    }
+
+    #[test]
+    fn keys_that_the_planner_does_not_write_are_neither_unpacked_nor_kept() {
+        let values: BTreeMap<String, String> = [(CONFIGMAP_ROSTER_KEY, "{}"), (CONFIGMAP_BROKER_KEY, "text")]
+            .map(|(key, text)| (key.to_owned(), text.to_owned()))
+            .into();
+        let mut map = config_map(values).unwrap();
+        map.binary_data =
+            Some([(format!("{CONFIGMAP_PACKAGES_KEY}.gz"), k8s_openapi::ByteString(b"no gzip".to_vec()))].into());
+        let read = document(map, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).unwrap();
+        assert_eq!((read.text.as_str(), read.others), ("{}", BTreeMap::new()));
     }
 }

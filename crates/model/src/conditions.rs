@@ -48,8 +48,13 @@ pub(super) const OURS: [&str; 8] = [
     CONDITION_NOT_APPLIED,
     CONDITION_AGENTS_MISSING,
 ];
-/// Longest message of a condition that is kept, in characters.
-pub(super) const LONGEST_MESSAGE: usize = 8192;
+/// Longest message of the status or of a condition, in characters.
+const LONGEST_MESSAGE: usize = 8192;
+
+/// The message, or its beginning: it may quote what somebody has written, and the status has to fit into etcd.
+pub(super) fn bounded(message: &str) -> String {
+    message.chars().take(LONGEST_MESSAGE).collect()
+}
 
 /// One of each type that we write. A captured agent's token can add others, and large ones, until no status can be written any more.
 pub(super) fn ours(conditions: &[Condition]) -> Vec<Condition> {
@@ -90,7 +95,7 @@ impl ConditionValue {
             type_: type_.to_owned(),
             status: status.to_owned(),
             reason: self.reason.to_owned(),
-            message: self.message,
+            message: bounded(&self.message),
             observed_generation: Some(generation),
             last_transition_time: Time(now),
         };

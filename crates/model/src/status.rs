@@ -8,7 +8,7 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::{
     conditions::{
-        ConditionValue, LONGEST_MESSAGE, OURS, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing,
+        ConditionValue, OURS, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing, bounded,
         certificate_missing, degraded, needs_user, not_applied, ours, progressing, ready, restart_pending,
         scale_denied,
     },
@@ -86,6 +86,7 @@ pub fn status(
     let is_stand_in = seen.reports.values().any(|report| report.flux_version.as_deref() == Some(STAND_IN));
     // Nobody may take an instance without Flux for a real one.
     let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
+    let message = bounded(&message);
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     next.conditions = ours(&next.conditions);
     let values: [ConditionValue; OURS.len()] = [
@@ -158,9 +159,8 @@ fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     if roster.established {
         next.instance_id = Some(roster.instance_id.clone());
     }
-    if next.run_as.is_none() {
-        next.run_as = Observed { roster: Some(roster), ..*seen }.fixed_owner().map(str::to_owned);
-    }
+    let owner = Observed { roster: Some(roster), ..*seen }.fixed_owner().map(str::to_owned);
+    next.run_as = owner.or(next.run_as);
     next.dump = newest_dump(seen);
     let lead = members.report(0);
     next.pending_nodes = lead.and_then(|lead| lead.pending_nodes);
@@ -204,8 +204,7 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
 /// The status while the planner can't plan at all: the previous status with the reason as message and condition
 /// Degraded.
 pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str, now: Timestamp) -> FluxInstanceStatus {
-    // It may quote what somebody has written.
-    let message: String = message.chars().take(LONGEST_MESSAGE).collect();
+    let message = bounded(message);
     let mut next = before.clone();
     next.message = Some(message.clone());
     next.conditions = ours(&before.conditions);

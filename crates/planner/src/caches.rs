@@ -9,11 +9,15 @@ use kube::{
     core::{DeserializeGuard, error_boundary::InvalidObject},
     runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
 };
+use serde_json::Value;
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use api::{DAEMONSET, FluxInstance, FluxNode, INSTANCE, NAMESPACE};
-use model::{agents::AgentPod, eligibility::NodeView};
+use model::{agents::AgentPod, eligibility::NodeView, obstacle::Obstacle};
+
+/// Longest text of a FluxNode's status, in bytes, but for the copy of the roster.
+const LONGEST_TEXT: usize = 8192;
 
 /// The watched objects, as last received from the API server.
 pub(super) struct Caches {
@@ -32,14 +36,15 @@ impl Caches {
     /// planning may depend on.
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
-        let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
-        let (flux_nodes, flux_node_changes) = watch(Api::namespaced(client.clone(), NAMESPACE), all());
+        let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all(), |_| {});
+        let (flux_nodes, flux_node_changes) = watch(Api::namespaced(client.clone(), NAMESPACE), all(), cut_texts);
         let flux_node_changes = flux_node_changes.inspect(warn_if_unreadable);
-        let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
+        let (instances, instance_changes) =
+            watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all(), |_| {});
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
-        let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
+        let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours, |_| {});
         let agents = all().labels(&format!("app={DAEMONSET}"));
-        let (pods, pod_changes) = watch(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents);
+        let (pods, pod_changes) = watch(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents, |_| {});
         let view = |node: &Node| Some(NodeView::from(node));
         let node_changes = skip_irrelevant(node_changes, view);
         let pod_changes = skip_irrelevant(pod_changes, AgentPod::of);
@@ -87,11 +92,54 @@ pub(super) fn readable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterat
     nodes.iter().filter_map(|node| node.0.as_ref().ok())
 }
 
+/// The FluxNodes that this version can't read, as an obstacle. The error is in the log alone: it can hold what somebody wrote.
+pub(super) fn unreadable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> Option<Obstacle> {
+    let mut names: Vec<_> = nodes.iter().filter(|node| node.0.is_err()).map(|node| node.name_any()).collect();
+    names.sort_unstable();
+    let first = names.first()?;
+    let others = match names.len() - 1 {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    Some(Obstacle::Problem {
+        reason: "FluxNodeNotRead",
+        message: format!(
+            "the planner's version can't read FluxNode {first}{others}, and plans without what they report: finish the \
+             upgrade; if it stays so, delete them: their agents make them again"
+        ),
+    })
+}
+
 fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
     if let watcher::Event::Apply(node) | watcher::Event::InitApply(node) = event
         && let DeserializeGuard(Err(InvalidObject { error, .. })) = node
     {
-        warn!(node = node.name_any(), error, "this version can't read a FluxNode: finish the upgrade");
+        warn!(node = node.name_any(), error, "can't read a FluxNode");
+    }
+}
+
+/// Cuts what no agent of ours writes that long. The planner copies such texts into the FluxInstance's status and into the specs of other
+/// FluxNodes, which have to fit into etcd.
+fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
+    let Ok(FluxNode { status: Some(status), .. }) = &mut node.0 else { return };
+    let roster = status.roster.take();
+    let whole = serde_json::to_value(&*status);
+    let cut = whole.map(|mut value| {
+        cut_text(&mut value);
+        value
+    });
+    if let Ok(cut) = cut.and_then(serde_json::from_value) {
+        *status = cut;
+    }
+    status.roster = roster;
+}
+
+fn cut_text(value: &mut Value) {
+    match value {
+        Value::String(text) => text.truncate(text.floor_char_boundary(LONGEST_TEXT)),
+        Value::Array(items) => items.iter_mut().for_each(cut_text),
+        Value::Object(fields) => fields.values_mut().for_each(cut_text),
+        _ => {}
     }
 }
 
@@ -133,12 +181,17 @@ where
     }
 }
 
-fn watch<K>(api: Api<K>, config: watcher::Config) -> (Store<K>, impl Stream<Item = watcher::Event<K>> + Send)
+/// An empty cache, and the stream that fills it with what `edit` has made of each object.
+fn watch<K>(
+    api: Api<K>,
+    config: watcher::Config,
+    edit: impl FnMut(&mut K) + Send,
+) -> (Store<K>, impl Stream<Item = watcher::Event<K>> + Send)
 where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
 {
     let (store, writer) = reflector::store();
-    let changes = watcher(api, config).default_backoff().reflect(writer).filter_map(|event| async move {
+    let changes = watcher(api, config).default_backoff().modify(edit).reflect(writer).filter_map(|event| async move {
         if let Err(error) = &event {
             debug!(%error, "a watch was interrupted");
         }
@@ -152,6 +205,21 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn no_text_of_a_flux_node_is_longer_than_its_copies_may_be() {
+        let status = json!({
+            "phase": "Failed", "message": "ä".repeat(LONGEST_TEXT), "roster": "x".repeat(2 * LONGEST_TEXT),
+            "leadFailed": {"instanceID": "a", "lastWords": "x".repeat(2 * LONGEST_TEXT)}, "offline": [1, 2],
+        });
+        let node = json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": status});
+        let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
+        cut_texts(&mut node);
+        let status = node.0.unwrap().status.unwrap();
+        assert_eq!(status.message.unwrap(), "ä".repeat(LONGEST_TEXT / 2));
+        assert_eq!(status.lead_failed.unwrap().last_words.unwrap().len(), LONGEST_TEXT);
+        assert_eq!((status.roster.unwrap().len(), status.offline), (2 * LONGEST_TEXT, vec![1, 2]));
+    }
 
     #[test]
     fn a_heartbeat_of_a_node_is_not_relevant() {

@@ -21,7 +21,7 @@ use tracing::{debug, warn};
 
 use self::needs::Sources;
 use super::{
-    caches::{Caches, readable},
+    caches::{Caches, readable, unreadable},
     instance,
     package_set::Resolver,
     protect, publish,
@@ -238,10 +238,12 @@ impl Planner {
             let changes = self.protection.changes(&seen, planned.as_ref());
             self.protect(caches, changes).await;
         }
-        let unwritten = self.publish(&seen, planned.as_ref(), &caches.flux_nodes.state()).await?;
+        let flux_nodes = caches.flux_nodes.state();
+        let unwritten = self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
+        let unread = unreadable(&flux_nodes);
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
         // What can not be written may be why there is no lead.
-        let obstacle = foremost([obstacle, unwritten, no_lead].into_iter().flatten());
+        let obstacle = foremost([obstacle, unwritten, unread, no_lead].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await

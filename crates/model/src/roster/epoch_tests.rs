@@ -622,6 +622,12 @@ fn an_instance_that_was_online_keeps_its_user() {
     world.settle();
     assert_eq!(run_as(&world), "root", "its roster is lost");
 
+    // An agent's token may write the status.
+    let mut world = idle();
+    world.status.run_as = Some("forged".to_owned());
+    assert_eq!(begin_an_epoch(&mut world, 9000).settings.run_as, "root");
+    assert_eq!(status(&world.seen(), 1, world.planned().as_ref(), None).run_as.as_deref(), Some("root"));
+
     // An earlier version began an epoch with another user, and it does not come up.
     let mut world = idle();
     let roster = world.roster.as_mut().unwrap();
@@ -640,6 +646,7 @@ fn an_instance_that_was_online_keeps_its_user() {
 fn the_user_can_be_corrected_until_the_instance_was_online() {
     let before = |is_given_up: bool| {
         let mut world = World::new(2);
+        world.status.run_as = Some("forged".to_owned());
         world.all_passed();
         world.settle();
         world.spec.broker.run_as = Some("flux".to_owned());

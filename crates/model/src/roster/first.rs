@@ -30,15 +30,17 @@ const LOST_REVISIONS: u64 = 1000;
 /// Rebuilds a lost roster from the agents' reports, or makes the first one.
 pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's copy has every member, because no broker starts before the lead has applied the roster that names it.
-    let copies = seen.reports.values().filter_map(|status| status.roster.as_deref());
-    let copies = copies.filter_map(|field| Roster::parse(&packed::from_field(field)?).ok());
-    let own = copies.filter(|copy| copy.instance_uid == seen.instance_uid);
+    let copies = seen.reports.iter().filter_map(|(node, status)| Some((node, status.roster.as_deref()?)));
+    let copies = copies.filter_map(|(node, field)| Some((node, Roster::parse(&packed::from_field(field)?).ok()?)));
+    let own = copies.filter(|(_, copy)| copy.instance_uid == seen.instance_uid);
     // A host that led before another node took over has the names and the queue of an epoch that is over.
     let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
     let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
     let last_epoch = running.fold(seen.status.epoch, u64::max);
-    let own = own.filter(|copy| copy.epoch >= last_epoch);
-    if let Some(mut copy) = own.max_by_key(|copy| (copy.epoch, copy.revision)) {
+    let own = own.filter(|(_, copy)| copy.epoch >= last_epoch);
+    // Any agent can report a copy, but only its own: the one of the last known lead goes first.
+    let is_leads = |node: &String| seen.status.lead.as_ref() == Some(node);
+    if let Some((_, mut copy)) = own.max_by_key(|(node, copy)| (is_leads(node), copy.epoch, copy.revision)) {
         copy.revision += LOST_REVISIONS;
         // The copy may be older than the moment when the lead came online, and an established roster is never
         // discarded.

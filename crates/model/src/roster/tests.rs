@@ -384,8 +384,15 @@ fn a_lost_roster_is_restored_from_the_leads_copy() {
     world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
     world.settle();
     let back = world.roster.unwrap();
-    assert_eq!((back.ranks, back.settings, back.epoch), (lost.ranks, lost.settings, lost.epoch));
+    assert_eq!((&back.ranks, &back.settings, back.epoch), (&lost.ranks, &lost.settings, lost.epoch));
     assert!(back.revision > lost.revision);
+    // A captured node reports a copy of its own making.
+    let forged = Roster { revision: back.revision + 1, ranks: BTreeMap::new(), ..back.clone() };
+    world.status.lead = Some("node1".to_owned());
+    world.reports.get_mut("node2").unwrap().roster = Some(serde_json::to_string(&forged).unwrap());
+    world.roster = None;
+    world.settle();
+    assert_eq!(world.roster.unwrap().ranks, back.ranks);
 }
 
 #[test]

@@ -1,13 +1,13 @@
 //! Provides what an epoch needs before it can begin: packages and a certificate. Also remembers where the published
 //! packages come from.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use tracing::info;
 
 use super::{ApiError, Planner};
 use crate::package_set::{Published, ResolveError};
-use api::{PackageSet, Roster};
+use api::{FluxNodeStatus, PackageSet, Roster, rules::PLATFORMS};
 use base::error_chain;
 use cluster::{certificate, published};
 use locks::lock_urls;
@@ -58,13 +58,17 @@ impl Sources {
     }
 }
 
+/// The platforms of these nodes for which there are packages: a node of any other gets none, and keeps none from the others.
+fn platforms<'a>(reports: impl Iterator<Item = &'a FluxNodeStatus>) -> Vec<String> {
+    let reported = reports.filter_map(|report| Some(report.facts.as_ref()?.platform.as_str()));
+    let known: BTreeSet<_> = reported.filter(|platform| PLATFORMS.contains(platform)).collect();
+    known.into_iter().map(str::to_owned).collect()
+}
+
 impl Planner {
     /// Returns the digest of the published package set, and why it is not the one that the spec asks for, if so.
     pub(crate) async fn packages(&mut self, seen: &Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
-        let mut platforms: Vec<_> =
-            seen.reports.values().filter_map(|report| Some(report.facts.as_ref()?.platform.clone())).collect();
-        platforms.sort();
-        platforms.dedup();
+        let platforms = platforms(seen.reports.values());
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         let is_own = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
         let may_keep = is_own || seen.status.instance_id.is_some();
@@ -128,4 +132,20 @@ impl Planner {
 
 fn unresolved(error: &ResolveError) -> Obstacle {
     Obstacle::Problem { reason: "PackagesUnresolved", message: error_chain(error) }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn packages_are_resolved_only_for_platforms_that_there_are() {
+        let reports = ["linux-aarch64", "bogus", "linux-64", "linux-64", ""].map(|platform| {
+            let facts = json!({"platform": platform, "glibc": "2.36", "resources": {"cores": 1}, "systemd": true, "prefix": "/p", "memoryMiB": 1, "bootID": ""});
+            serde_json::from_value(json!({"facts": facts})).unwrap()
+        });
+        assert_eq!(platforms(reports.iter()), ["linux-64", "linux-aarch64"]);
+    }
 }

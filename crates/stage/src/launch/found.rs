@@ -51,8 +51,13 @@ pub enum Unrestored {
     #[error("its command line has no broker name")]
     NoName,
     /// The roster that the host was last configured with is gone, damaged, or not in a file that only root can write.
-    #[error("{} can't be read", .0.display())]
-    NoRoster(PathBuf),
+    #[error("{} can't be read ({problem})", .path.display())]
+    NoRoster {
+        /// The roster's file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The prefix was claimed again.
     #[error("{} belongs to another FluxInstance than its roster", .0.display())]
     AnotherInstance(PathBuf),
@@ -142,9 +147,8 @@ impl Places {
         let line = CommandLine::of(process.pid).ok_or(Unrestored::NoCommandLine)?;
         let prefix = line.prefix().ok_or(Unrestored::NotOurs)?;
         // Any user can start a process with such a command line, and put a pipe at the path in it.
-        let roster = prefix.join("etc/roster.json");
-        let text = trust::open_file(&Root::host(), &roster).ok().and_then(|file| io::read_to_string(file).ok());
-        let roster = text.and_then(|text| Roster::parse(&text).ok()).ok_or(Unrestored::NoRoster(roster))?;
+        let path = prefix.join("etc/roster.json");
+        let roster = read_roster(&path).map_err(|problem| Unrestored::NoRoster { path, problem })?;
         let record = record(&line, &prefix, &roster)?;
         let state = state::load(&Root::host(), &prefix).ok().flatten();
         if state.is_some_and(|state| state.instance_uid != roster.instance_uid) {
@@ -174,6 +178,12 @@ impl Places {
             record,
         })
     }
+}
+
+fn read_roster(path: &Path) -> Result<Roster, String> {
+    let file = trust::open_file(&Root::host(), path).map_err(|distrust| distrust.problem())?;
+    let text = io::read_to_string(file).map_err(|error| error.to_string())?;
+    Roster::parse(&text).map_err(|error| error.to_string())
 }
 
 /// The launch record of a broker with this command line, according to the roster that its host was last configured
