@@ -213,11 +213,25 @@ fn nothing_is_downloaded_to_a_directory_that_others_can_write_to() {
         std::os::unix::fs::chown(&theirs, owner, None).unwrap();
         fs::set_permissions(&theirs, fs::Permissions::from_mode(mode)).unwrap();
         let error = desk.create(&["linux-64"]).unwrap_err();
-        assert!(error.to_string().contains("another user owns it or can write to it"), "{error}");
+        assert!(error.to_string().contains("other users own it or can use it"), "{error}");
         assert_eq!((error.exit_code(), fs::read_to_string(&victim).unwrap()), (2, "kept".to_owned()));
         fs::remove_dir_all(&theirs).unwrap();
     }
     desk.create(&["linux-64"]).unwrap();
+}
+
+/// In a directory without the sticky bit, another user can give root's own directory any name.
+#[test]
+fn a_directory_of_ours_that_another_user_moves_there_loses_nothing() {
+    let channel = channel_for_both();
+    let desk = Desk::with(&lock(&channel.file_url(), &["linux-64"]));
+    let moved = desk.at(".flux.tar.gz.download");
+    fs::create_dir_all(moved.join("pkgs")).unwrap();
+    fs::write(moved.join("history"), "").unwrap();
+    fs::set_permissions(&moved, fs::Permissions::from_mode(0o700)).unwrap();
+    let error = desk.create(&["linux-64"]).unwrap_err();
+    assert!(error.to_string().contains("it holds history, which no download put there"), "{error}");
+    assert_eq!((error.exit_code(), moved.join("pkgs").exists()), (2, true));
 }
 
 /// In a directory without the sticky bit, another user can put a symlink in the place of the directory for downloads.

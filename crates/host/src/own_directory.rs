@@ -9,14 +9,17 @@ use std::{
 
 use nix::unistd::geteuid;
 
-use super::{opening::open_directory, trust::WRITABLE_BY_OTHERS};
+use super::trust::open_unless_user_mounted;
 
-/// Makes a directory that only this user can use. One that is there is used, and closed to others, if this user owns it and
-/// nobody else could write to it. In a directory that users share, another user may have made it first, or may replace it
-/// later: reach what is in it through the result (see [`path_of`](super::opening::path_of)), not through the path.
+/// The permissions of a directory that only its owner can use.
+const CLOSED: u32 = 0o700;
+
+/// Makes a directory that only this user can use. One that is there is used if it is such a one, and left as it is. In a directory that
+/// users share, another user may have made it first, may have put another directory of this user's in its place, or may do so
+/// later: look what is in it, and reach it through the result (see [`path_of`](super::opening::path_of)), not through the path.
 ///
 /// # Errors
-/// If it can't be made or opened; `PermissionDenied` if another user owns it or may write to it; `Unsupported` if the file
+/// If it can't be made or opened; `PermissionDenied` if other users own or can use one that is there; `Unsupported` if the file
 /// system gives away what this user makes.
 pub fn own_directory(path: &Path) -> io::Result<File> {
     let is_new = match DirBuilder::new().mode(0o700).create(path) {
@@ -24,7 +27,7 @@ pub fn own_directory(path: &Path) -> io::Result<File> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
         Err(error) => return Err(error),
     };
-    let directory = open_directory(path)?;
+    let directory = open_unless_user_mounted(path)?;
     let found = directory.metadata()?;
     if let Err(error) = check(found.uid(), found.mode(), geteuid().as_raw(), is_new) {
         if is_new {
@@ -33,12 +36,16 @@ pub fn own_directory(path: &Path) -> io::Result<File> {
         }
         return Err(error);
     }
-    directory.set_permissions(Permissions::from_mode(0o700))?;
+    if is_new {
+        // Its mode is also up to the umask and to the directory above.
+        directory.set_permissions(Permissions::from_mode(CLOSED))?;
+    }
     Ok(directory)
 }
 
 fn check(owner: u32, mode: u32, own: u32, is_new: bool) -> io::Result<()> {
-    if owner == own && mode & WRITABLE_BY_OTHERS == 0 {
+    let has_its_mode = if is_new { mode & 0o077 == 0 } else { mode & 0o7777 == CLOSED };
+    if owner == own && has_its_mode {
         return Ok(());
     }
     Err(if is_new {
@@ -51,7 +58,7 @@ fn check(owner: u32, mode: u32, own: u32, is_new: bool) -> io::Result<()> {
             ),
         )
     } else {
-        io::Error::new(io::ErrorKind::PermissionDenied, "another user owns it or can write to it")
+        io::Error::new(io::ErrorKind::PermissionDenied, "other users own it or can use it")
     })
 }
 
@@ -66,9 +73,20 @@ mod tests {
         let said = error.to_string();
         assert!(said.contains("uid 65534") && said.contains("use a directory on a local disk"), "{said}");
         assert_eq!(check(0, 0o777, 0, true).unwrap_err().kind(), io::ErrorKind::Unsupported);
-        for (owner, mode) in [(65534, 0o700), (0, 0o720), (0, 0o702)] {
+        assert!(check(0, 0o700, 0, true).is_ok() && check(0, 0o2700, 0, true).is_ok());
+    }
+
+    #[test]
+    fn of_directories_that_are_there_only_a_closed_one_is_used_and_any_other_keeps_its_mode() {
+        for (owner, mode) in [(65534, 0o700), (0, 0o720), (0, 0o702), (0, 0o755), (0, 0o1700)] {
             assert_eq!(check(owner, mode, 0, false).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
         }
-        assert!(check(0, 0o755, 0, false).is_ok() && check(0, 0o700, 0, true).is_ok());
+        let above = tempfile::tempdir().unwrap();
+        let path = above.path().join("directory");
+        own_directory(&path).unwrap();
+        own_directory(&path).unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(own_directory(&path).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o755);
     }
 }

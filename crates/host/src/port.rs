@@ -26,12 +26,12 @@ pub enum PortUse {
 /// Who has taken a port, as far as that can be known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Holder {
-    /// A process that listens there: its pid and name.
+    /// A process whose socket has it: its pid and name.
     Process(i32, String),
-    /// The user with this uid, whose socket listens there. No process was found that has it: it may be on its way from one process to
+    /// The user with this uid, whose socket has it. No process was found that has the socket: it may be on its way from one process to
     /// another (unix(7), `SCM_RIGHTS`), or we may not look into that process.
     User(u32),
-    /// Nothing listens there: a socket is only bound.
+    /// A socket is only bound: it neither listens nor is connected.
     Unknown,
 }
 
@@ -84,11 +84,11 @@ pub fn check(found: &PortUse, port: u16) -> Result<(), Refusal> {
     Err(Refusal::transient(format!("port {port} of this host {problem}; {remedy}")))
 }
 
-/// A socket that is bound and does not listen has the port too, but no line in these tables.
+/// A socket that is only bound has the port too, but no line in these tables.
 fn holder(root: &Root, endpoint: SocketAddr) -> Holder {
     let read = |path| fs::read_to_string(root.path(path)).unwrap_or_default();
-    let found = ["/proc/net/tcp", "/proc/net/tcp6"].iter().find_map(|table| listener(&read(table), endpoint));
-    let Some((inode, uid)) = found else { return Holder::Unknown };
+    let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(read);
+    let Some((inode, uid)) = socket_at(&tables, endpoint) else { return Holder::Unknown };
     let socket = format!("socket:[{inode}]");
     let mut processes = processes(root).unwrap_or_default().into_iter();
     let process = processes.find_map(|process| {
@@ -99,18 +99,26 @@ fn holder(root: &Root, endpoint: SocketAddr) -> Holder {
     process.unwrap_or(Holder::User(uid))
 }
 
-/// Inode and uid of the socket that listens (state 0A) on the port of `endpoint`, at its address or at all addresses (or at any, if
-/// `endpoint` has none), from a table in the format of /proc/net/tcp (proc(5)).
-fn listener(table: &str, endpoint: SocketAddr) -> Option<(u64, u32)> {
-    table.lines().skip(1).find_map(|line| {
+/// Inode and uid of the socket that has the port of `endpoint` at its address or at all addresses (or at any, if `endpoint` has none),
+/// from tables in the format of /proc/net/tcp (proc(5)). One that listens (state 0A) comes first: what is connected may share the port.
+/// No table says whether a socket at `::` has the port for IPv4, too, so that one comes last.
+fn socket_at(tables: &[String], endpoint: SocketAddr) -> Option<(u64, u32)> {
+    let wanted = endpoint.ip().to_canonical();
+    let found = tables.iter().flat_map(|table| table.lines().skip(1)).filter_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (address, port) = fields.get(1)?.rsplit_once(':')?;
         let address = address_of(address)?;
-        let is_there =
-            address == endpoint.ip().to_canonical() || address.is_unspecified() || endpoint.ip().is_unspecified();
-        let listens = *fields.get(3)? == "0A" && u16::from_str_radix(port, 16) == Ok(endpoint.port());
-        (listens && is_there).then(|| Some((fields.get(9)?.parse().ok()?, fields.get(7)?.parse().ok()?)))?
-    })
+        let is_of_other_version = address.is_ipv6() != wanted.is_ipv6();
+        let is_there = match is_of_other_version {
+            true => [address, wanted].iter().any(|ip| ip.is_ipv6() && ip.is_unspecified()),
+            false => address == wanted || address.is_unspecified() || wanted.is_unspecified(),
+        };
+        let socket: (u64, u32) = (fields.get(9)?.parse().ok()?, fields.get(7)?.parse().ok()?);
+        // What is closed and lingers has no inode, and no uid of its own.
+        let counts = is_there && socket.0 != 0 && u16::from_str_radix(port, 16) == Ok(endpoint.port());
+        counts.then_some(((is_of_other_version, *fields.get(3)? != "0A"), socket))
+    });
+    found.min_by_key(|(order, _)| *order).map(|(_, socket)| socket)
 }
 
 /// An address in such a table: 32-bit words in hexadecimal, each in this machine's byte order.
@@ -135,7 +143,10 @@ mod tests {
     };
 
     use nix::{
-        sys::socket::{ControlMessage, MsgFlags, sendmsg},
+        sys::socket::{
+            AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, SockaddrIn, bind, connect, getsockname,
+            sendmsg, socket,
+        },
         unistd::geteuid,
     };
 
@@ -176,6 +187,48 @@ mod tests {
         sendmsg::<()>(to.as_raw_fd(), &[io::IoSlice::new(b"x")], &message, MsgFlags::empty(), None).unwrap();
         drop(listener);
         assert_eq!(port_use(&Root::host(), endpoint), PortUse::Taken(Holder::User(geteuid().as_raw())));
+    }
+
+    #[test]
+    fn a_connected_socket_that_takes_the_port_is_reported_with_the_process_that_has_it() {
+        let peer = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connected = socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(connected.as_raw_fd(), &SockaddrIn::new(127, 0, 0, 1, 0)).unwrap();
+        let to = SockaddrIn::new(127, 0, 0, 1, peer.local_addr().unwrap().port());
+        connect(connected.as_raw_fd(), &to).unwrap();
+        let port = getsockname::<SockaddrIn>(connected.as_raw_fd()).unwrap().port();
+        let found = port_use(&Root::host(), SocketAddr::from(([127, 0, 0, 1], port)));
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert!(matches!(found, PortUse::Taken(Holder::Process(pid, _)) if pid == own), "{found:?}");
+    }
+
+    #[test]
+    fn a_listener_that_may_have_ipv6_alone_is_named_only_if_nothing_else_is_there() {
+        let line = |address: &str, state: &str, uid: u32, inode: u32| {
+            format!(
+                "   0: {address}:1F72 00000000:0000 {state} 00000000:00000000 00:00000000 00000000 {uid} 0 {inode} 1 0\n"
+            )
+        };
+        let table = |lines: &[String]| format!("  sl  local_address ...\n{}", lines.concat());
+        let word = |bytes| format!("{:08X}", u32::from_ne_bytes(bytes));
+        let (ours, all) = (word([10, 0, 0, 1]), word([0; 4]));
+        let (v6, mapped) = ("0".repeat(32), format!("{}{}{ours}", "0".repeat(16), word([0, 0, 0xff, 0xff])));
+        let (other_v6, elsewhere) = (format!("{}{}", "0".repeat(24), word([0, 0, 0, 2])), word([10, 0, 0, 2]));
+        let at = |tcp: &[String], tcp6: &[String], address: &str| {
+            socket_at(&[table(tcp), table(tcp6)], SocketAddr::new(address.parse().unwrap(), 8050))
+        };
+        let innocent = line(&v6, "0A", 1, 11);
+        let (connected, listening) = (line(&ours, "01", 2, 12), line(&all, "0A", 3, 13));
+        assert_eq!(at(&[], &[innocent.clone()], "10.0.0.1"), Some((11, 1)));
+        assert_eq!(at(&[connected.clone()], &[innocent.clone()], "10.0.0.1"), Some((12, 2)));
+        assert_eq!(at(&[connected.clone(), listening.clone()], &[innocent.clone()], "10.0.0.1"), Some((13, 3)));
+        assert_eq!(at(&[], &[innocent.clone(), line(&mapped, "0A", 4, 14)], "10.0.0.1"), Some((14, 4)));
+        // IPv4 at all addresses takes no port at one of IPv6.
+        assert_eq!(at(&[listening], &[line(&other_v6, "0A", 5, 15)], "::2"), Some((15, 5)));
+        assert_eq!(at(&[connected], &[], "::2"), None);
+        for nobodys in [line(&ours, "06", 0, 0), line(&elsewhere, "0A", 6, 16), line(&other_v6, "0A", 6, 16)] {
+            assert_eq!(at(&[nobodys], &[], "10.0.0.1"), None);
+        }
     }
 
     #[test]

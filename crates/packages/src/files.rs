@@ -7,7 +7,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use host::{files::FileError, opening::open_plain, trust::is_trusted};
+use host::{
+    files::FileError,
+    opening::{look_in, open_plain_below},
+    trust::{is_own, is_trusted},
+};
 
 /// Prefix of the names of unfinished files; six letters or digits follow.
 const ASIDE: &str = ".flux-distribute-";
@@ -115,9 +119,13 @@ fn drop_leftovers(directory: &Path) {
         let end = name.strip_prefix(ASIDE).filter(|end| end.len() == 6);
         end.is_some_and(|end| end.bytes().all(|letter| letter.is_ascii_alphanumeric()))
     };
+    let Ok(above) = File::open(directory) else { return };
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-        if entry.file_name().to_str().is_some_and(is_ours)
-            && let Ok(file) = open_plain(&entry.path())
+        let name = entry.file_name();
+        // In a directory that users share, anybody can have put a device, a pipe or a file system of their own there.
+        if name.to_str().is_some_and(is_ours)
+            && look_in(&above, &name).is_ok_and(|found| found.is_file() && is_own(found.uid()))
+            && let Ok(file) = open_plain_below(&above, Path::new(&name))
             && file.try_lock().is_ok()
         {
             let _ = fs::remove_file(entry.path());
@@ -168,6 +176,21 @@ mod tests {
             let target = rename_target(&link);
             assert!(target.is_err(), "{owner} {mode:o}: {target:?}");
         }
+    }
+
+    #[test]
+    fn what_other_users_put_beside_the_target_is_not_opened() {
+        if skips_without([Need::Root]) {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        fs::write(path("file"), "").unwrap();
+        std::os::unix::fs::symlink("file", path(".flux-distribute-symlin")).unwrap();
+        fs::write(path(".flux-distribute-theirs"), "").unwrap();
+        std::os::unix::fs::chown(path(".flux-distribute-theirs"), Some(65534), None).unwrap();
+        drop(Aside::in_directory(dir.path()).unwrap());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
     }
 
     #[test]

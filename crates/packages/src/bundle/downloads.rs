@@ -16,6 +16,8 @@ use host::{
 
 /// Its directory of archives.
 const PKGS: &str = "pkgs";
+/// The bundle, until it is complete.
+const BUNDLE: &str = "bundle";
 
 /// The directory is beside the bundle, so that a rename finishes it, and has a fixed name, so that the next run finds it.
 ///
@@ -40,7 +42,7 @@ impl Downloads {
             io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),
             io::ErrorKind::PermissionDenied | io::ErrorKind::NotADirectory => BundleError::input(
                 &path,
-                format!("{error}: if it is there, remove it, or write the bundle to another directory"),
+                format!("{error}: if it is there, move it away, or write the bundle to another directory"),
             ),
             io::ErrorKind::Unsupported => BundleError::input(parent, error.to_string()),
             _ => write()(error).into(),
@@ -49,6 +51,16 @@ impl Downloads {
             TryLockError::WouldBlock => BundleError::Busy { path: out.display().to_string() },
             TryLockError::Error(error) => write()(error).into(),
         })?;
+        // Another user may have moved another directory of ours here.
+        let entries = fs::read_dir(path_of(&directory)).map_err(write())?;
+        let mut names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
+        if let Some(name) = names.find(|name| *name != PKGS && *name != BUNDLE) {
+            let problem = format!(
+                "it holds {}, which no download put there: move it away, or write the bundle to another directory",
+                Path::new(&name).display()
+            );
+            return Err(BundleError::input(&path, problem));
+        }
         let pkgs = path_of(&directory).join(PKGS);
         match DirBuilder::new().mode(0o700).create(&pkgs) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(write()(error).into()),
@@ -65,7 +77,7 @@ impl Downloads {
 
     /// The bundle, until it is complete.
     pub(super) fn bundle(&self) -> PathBuf {
-        path_of(&self.directory).join("bundle")
+        path_of(&self.directory).join(BUNDLE)
     }
 
     /// The name of the directory, for messages.

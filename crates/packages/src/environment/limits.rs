@@ -38,6 +38,10 @@ const RATIO_COUNTS_FROM: u64 = 64 << 20;
 /// Most bytes of one entry's headers: the tar crate holds long names and extended headers in memory.
 const METADATA: u64 = 1 << 20;
 
+/// Most bytes of all names in one archive: whoever unpacks it holds them in memory. Those of all of Flux with an MPI have less than
+/// 2 MiB.
+const NAMES: u64 = 64 << 20;
+
 /// Size of the read buffer for packed bytes.
 const BUFFER: usize = 1 << 16;
 
@@ -188,12 +192,14 @@ impl Read for Guarded<'_> {
 pub(crate) struct Entries<'a, R: Read> {
     inner: tar::Entries<'a, R>,
     allowed: Rc<Cell<u64>>,
+    /// Bytes of all names so far.
+    names: u64,
 }
 
 impl<'a, R: Read> Entries<'a, R> {
     /// `allowed` comes from the [`Guarded`] below `inner`.
     pub(crate) fn new(inner: tar::Entries<'a, R>, allowed: Rc<Cell<u64>>) -> Self {
-        Self { inner, allowed }
+        Self { inner, allowed, names: 0 }
     }
 }
 
@@ -202,6 +208,14 @@ impl<'a, R: Read> Iterator for Entries<'a, R> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let next = self.inner.next();
+        if let Some(Ok(entry)) = &next {
+            let target = entry.link_name_bytes().map_or(0, |target| target.len());
+            self.names += (entry.path_bytes().len() + target) as u64;
+            if self.names > NAMES {
+                self.allowed.set(0);
+                return Some(Err(io::Error::other(LimitReached(format!("{} MiB of names", NAMES >> 20)))));
+            }
+        }
         self.allowed.set(match &next {
             // The content is either read by the caller or skipped before the next entry, so it always counts.
             Some(Ok(entry)) => entry.size().saturating_add(METADATA),
@@ -288,6 +302,23 @@ mod tests {
         ] {
             assert_eq!(zstd_window(start), window, "{start:x?}");
         }
+    }
+
+    #[test]
+    fn names_that_would_fill_the_memory_together_are_refused() {
+        let mut tar = tar::Builder::new(flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast()));
+        for number in 0..70 {
+            let mut header = tar::Header::new_gnu();
+            header.set_size(0);
+            tar.append_data(&mut header, format!("{number}{}", "/a".repeat(500_000)), io::empty()).unwrap();
+        }
+        let packed = tar.into_inner().unwrap().finish().unwrap();
+        let guarded = Guarded::gzip(&packed[..], Limits { ratio: u64::MAX, ..Limits::default() });
+        let allowed = guarded.allowed();
+        let mut archive = tar::Archive::new(guarded);
+        let mut entries = Entries::new(archive.entries().unwrap(), allowed);
+        let refused = entries.find_map(Result::err).unwrap();
+        assert_eq!(reached(&refused).unwrap(), "64 MiB of names");
     }
 
     #[test]
