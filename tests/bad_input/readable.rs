@@ -113,4 +113,5 @@ async fn what_the_api_server_takes_into_our_objects_can_be_read() {
     assert!(all_are_readable::<FluxNode>(&case, "0", "status").await > 100);
     assert!(all_are_readable::<FluxNode>(&case, "0", "spec").await > 20);
     assert!(all_are_readable::<FluxInstance>(&case, INSTANCE, "status").await > 50);
+    nodes.delete("0", &Default::default()).await.unwrap();
 }

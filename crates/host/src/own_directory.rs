@@ -37,15 +37,15 @@ pub fn own_directory(path: &Path) -> io::Result<File> {
         return Err(error);
     }
     if is_new {
-        // Its mode is also up to the umask and to the directory above.
         directory.set_permissions(Permissions::from_mode(CLOSED))?;
     }
     Ok(directory)
 }
 
 fn check(owner: u32, mode: u32, own: u32, is_new: bool) -> io::Result<()> {
-    let has_its_mode = if is_new { mode & 0o077 == 0 } else { mode & 0o7777 == CLOSED };
-    if owner == own && has_its_mode {
+    // A new one can have the set-group-ID bit of the directory above.
+    let bits = if is_new { 0o777 } else { 0o7777 };
+    if owner == own && mode & bits == CLOSED {
         return Ok(());
     }
     Err(if is_new {

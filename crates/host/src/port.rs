@@ -209,25 +209,27 @@ mod tests {
                 "   0: {address}:1F72 00000000:0000 {state} 00000000:00000000 00:00000000 00000000 {uid} 0 {inode} 1 0\n"
             )
         };
-        let table = |lines: &[String]| format!("  sl  local_address ...\n{}", lines.concat());
+        let table = |lines: &[&String]| {
+            lines.iter().fold("  sl  local_address ...\n".to_owned(), |table, line| table + line.as_str())
+        };
         let word = |bytes| format!("{:08X}", u32::from_ne_bytes(bytes));
         let (ours, all) = (word([10, 0, 0, 1]), word([0; 4]));
         let (v6, mapped) = ("0".repeat(32), format!("{}{}{ours}", "0".repeat(16), word([0, 0, 0xff, 0xff])));
         let (other_v6, elsewhere) = (format!("{}{}", "0".repeat(24), word([0, 0, 0, 2])), word([10, 0, 0, 2]));
-        let at = |tcp: &[String], tcp6: &[String], address: &str| {
+        let at = |tcp: &[&String], tcp6: &[&String], address: &str| {
             socket_at(&[table(tcp), table(tcp6)], SocketAddr::new(address.parse().unwrap(), 8050))
         };
         let innocent = line(&v6, "0A", 1, 11);
         let (connected, listening) = (line(&ours, "01", 2, 12), line(&all, "0A", 3, 13));
-        assert_eq!(at(&[], &[innocent.clone()], "10.0.0.1"), Some((11, 1)));
-        assert_eq!(at(&[connected.clone()], &[innocent.clone()], "10.0.0.1"), Some((12, 2)));
-        assert_eq!(at(&[connected.clone(), listening.clone()], &[innocent.clone()], "10.0.0.1"), Some((13, 3)));
-        assert_eq!(at(&[], &[innocent.clone(), line(&mapped, "0A", 4, 14)], "10.0.0.1"), Some((14, 4)));
+        assert_eq!(at(&[], &[&innocent], "10.0.0.1"), Some((11, 1)));
+        assert_eq!(at(&[&connected], &[&innocent], "10.0.0.1"), Some((12, 2)));
+        assert_eq!(at(&[&connected, &listening], &[&innocent], "10.0.0.1"), Some((13, 3)));
+        assert_eq!(at(&[], &[&innocent, &line(&mapped, "0A", 4, 14)], "10.0.0.1"), Some((14, 4)));
         // IPv4 at all addresses takes no port at one of IPv6.
-        assert_eq!(at(&[listening], &[line(&other_v6, "0A", 5, 15)], "::2"), Some((15, 5)));
-        assert_eq!(at(&[connected], &[], "::2"), None);
+        assert_eq!(at(&[&listening], &[&line(&other_v6, "0A", 5, 15)], "::2"), Some((15, 5)));
+        assert_eq!(at(&[&connected], &[], "::2"), None);
         for nobodys in [line(&ours, "06", 0, 0), line(&elsewhere, "0A", 6, 16), line(&other_v6, "0A", 6, 16)] {
-            assert_eq!(at(&[nobodys], &[], "10.0.0.1"), None);
+            assert_eq!(at(&[&nobodys], &[], "10.0.0.1"), None);
         }
     }
 
