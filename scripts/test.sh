@@ -18,10 +18,10 @@ trap 'rm -f "$log"' EXIT
 # Not captured, since a test that ends early prints why, which the summary counts.
 code=0
 CARGO_TERM_COLOR=never cargo test --workspace --locked --no-fail-fast "$@" -- --nocapture 2>&1 | tee "$log" || code=${PIPESTATUS[0]}
-# Building takes room as well.
+# Only now, because building takes room too.
 if [ "$code" != 0 ]; then
     stat --file-system --format='%a %b' "${TMPDIR:-/tmp}" | awk '$1 <= $2 / 10 {
-        print "no more than a tenth of the file system for temporary files is free, which hosts leave to kubelet: make room, or set TMPDIR"
+        print "tests may have failed for lack of room: no more than a tenth of the file system for temporary files is free, which hosts leave to kubelet; make room, or set TMPDIR"
     }'
 fi
 if [ $# != 0 ]; then

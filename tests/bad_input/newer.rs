@@ -85,7 +85,7 @@ async fn an_older_planner_lists_all_flux_nodes_beside_one_of_a_newer_build() {
     let old = case.api::<FluxNode>().get("node1").await.unwrap().uid();
     case.api::<FluxNode>().delete("node1", &DeleteParams::default()).await.unwrap();
     case.until("node1", "told again", |node: &FluxNode| node.uid() != old && is_told(node)).await;
-    // Without a node, that would be named in its place.
+    // As long as no node is selected, that is the message instead.
     case.patch(json!({"nodes": null})).await;
     case.until(INSTANCE, "Degraded for the FluxNode that it can't read", |flux: &FluxInstance| {
         let degraded = flux.status.as_ref().and_then(|status| status.holding("Degraded"));

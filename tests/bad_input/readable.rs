@@ -87,8 +87,7 @@ where
     for (path, value) in extremes(&schema, "") {
         let mut object = sample(&schema);
         *object.pointer_mut(&path).unwrap() = value.clone();
-        // What is left from the last one would hide what this one lacks. The planner writes beside us, so only the answer shows
-        // what we wrote.
+        // A merge would keep fields of the last write. The planner writes too, so only the answer to our own write counts.
         if part == "status" {
             write(&Value::Null).await.unwrap();
         }

@@ -29,6 +29,7 @@ pub use idset::*;
 pub use instance::*;
 pub use instance_status::*;
 pub use node::*;
+pub use numbers::LARGEST;
 pub use packages::*;
 pub use resources::*;
 pub use roster::*;

@@ -5,9 +5,8 @@ use schemars::Schema;
 use serde::{Deserialize, Deserializer, de::Error};
 use serde_json::Value;
 
-/// The largest integer that every program reads exactly from JSON (RFC 8259, section 6). All of ours are smaller, so that the next
-/// one of a count can always be written.
-pub(crate) const LARGEST: u64 = 1 << 53;
+/// The largest integer that every program reads exactly from JSON (RFC 8259, section 6). Our counts stay far below.
+pub const LARGEST: u64 = 1 << 53;
 
 /// Reads a count that is no larger than [`LARGEST`].
 pub(crate) fn count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {

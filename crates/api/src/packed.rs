@@ -12,7 +12,7 @@ use serde_json::Value;
 
 /// Bytes from which on a text is packed.
 pub const LARGE: usize = 512 << 10;
-/// Bytes; more than any of ours unpacks to. Of what is longer, only the beginning is read.
+/// Most bytes that are unpacked, more than any document of ours has. A longer one is cut off, and then does not parse.
 const MOST: u64 = 32 << 20;
 
 /// As gzip.
@@ -59,6 +59,12 @@ pub fn from_field(field: &str) -> Option<Cow<'_, str>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_more_is_unpacked_than_any_document_of_ours_has() {
+        let longer = " ".repeat(usize::try_from(MOST).unwrap() + 1);
+        assert_eq!(unpack(&pack(&longer).unwrap()).unwrap().len() as u64, MOST);
+    }
 
     #[test]
     fn an_object_comes_back_from_its_field_whether_it_is_large_or_not() {

@@ -24,8 +24,8 @@ pub type Rank = u32;
 /// Most cores and GPUs of all ranks together, with those that are left out: 1024 for each rank of the largest instance.
 const MOST_DECLARED: u64 = 1 << 24;
 
-/// Reads a number of ranks that an instance may have. A captured agent may write any, and each rank costs the planner memory.
-fn number_of_ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+/// Reads a maxSize that an instance may have. A captured agent may write any, and each rank costs the planner memory.
+fn max_size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
     let number = u32::deserialize(deserializer)?;
     if number > MOST_RANKS {
         Err(D::Error::custom(format!("maxSize {number} is more than {MOST_RANKS}")))
@@ -34,8 +34,8 @@ fn number_of_ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D:
     }
 }
 
-/// Reads ranks up to the first that no instance has, or with which they declare more than [`MOST_DECLARED`]: what a captured agent has
-/// written is not to take the memory of whoever reads it.
+/// Reads ranks one by one, and fails at the first that no instance can have, or once all declare more than [`MOST_DECLARED`]: a forged
+/// roster must not take the reader's memory.
 fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<Rank, RosterEntry>, D::Error> {
     struct Ranks;
     impl<'de> Visitor<'de> for Ranks {
@@ -48,13 +48,13 @@ fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<Rank, Ro
         fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
             let (mut ranks, mut declared) = (BTreeMap::new(), 0);
             while let Some((rank, entry)) = map.next_entry::<Rank, RosterEntry>()? {
+                if rank >= MOST_RANKS {
+                    return Err(A::Error::custom(format!("rank {rank} is not below {MOST_RANKS}")));
+                }
                 declared += entry
                     .resources
                     .as_ref()
                     .map_or(0, |found| u64::from(found.cores) + u64::from(found.gpus) + found.left_out.len() as u64);
-                if rank >= MOST_RANKS {
-                    return Err(A::Error::custom(format!("rank {rank} is not below {MOST_RANKS}")));
-                }
                 if declared > MOST_DECLARED {
                     return Err(A::Error::custom(format!(
                         "the ranks declare more than {MOST_DECLARED} cores and GPUs"
@@ -173,7 +173,7 @@ pub enum RosterError {
 #[serde(rename_all = "camelCase")]
 pub struct EpochSettings {
     /// Declared ranks.
-    #[serde(deserialize_with = "number_of_ranks")]
+    #[serde(deserialize_with = "max_size")]
     pub max_size: u32,
     /// `tbon.topo`.
     pub topology: String,

@@ -26,7 +26,7 @@ const LEASE_BRIDGE: &str = "flux-bridge";
 const ANNOTATION_BROKER: &str = "distribute.flux-framework.org/broker";
 /// How long a holder may be silent.
 const DURATION: Duration = Duration::from_secs(15);
-/// Longest name of another holder that the status shows, in characters; no Node has a longer one.
+/// Longest name of a Node, in characters. A holder's name comes from an object that any agent may write, without a limit.
 const LONGEST_NAME: usize = 253;
 /// How often it is renewed.
 pub(crate) const RENEW_EVERY: Duration = Duration::from_secs(4);
@@ -87,7 +87,6 @@ impl BridgeLease {
         let step = next_step(view.as_ref(), &self.identity);
         let (metadata, create) = match (step, found) {
             (LeaseStep::Yield(_), found) => {
-                // The API server takes a name of any length, and this one is copied into the status of others.
                 let named = found.and_then(|lease| lease.spec?.holder_identity);
                 self.holder = named.map(|name| name.chars().take(LONGEST_NAME).collect());
                 (self.until, self.broker) = (None, before);

@@ -13,8 +13,7 @@ use serde::de::DeserializeOwned;
 use super::{as_read, call, gone_is_fine};
 use crate::ApiError;
 use api::{
-    CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY,
-    CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, NAMESPACE,
+    CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, NAMESPACE,
     packed::{LARGE, pack, unpack},
 };
 
@@ -44,24 +43,16 @@ pub async fn read(client: &Client, name: &str, key: &str) -> Result<Option<Docum
     })
 }
 
-/// The keys that the planner writes into ConfigMap `name`. Foreign ones are neither unpacked nor kept: they could take the
-/// planner's memory, and fill the ConfigMap until nothing fits into it.
-fn keys(name: &str) -> &'static [&'static str] {
-    match name {
-        CONFIGMAP_ROSTER => &[CONFIGMAP_ROSTER_KEY],
-        CONFIGMAP_BROKER => &[CONFIGMAP_BROKER_KEY],
-        CONFIGMAP_PACKAGES => &[CONFIGMAP_PACKAGES_KEY, CONFIGMAP_PACKAGES_EPOCH_KEY],
-        _ => &[],
-    }
-}
-
+/// Keys that the planner does not write are neither unpacked nor kept: they could take the planner's memory, and fill the ConfigMap
+/// until nothing fits into it.
 fn document(map: ConfigMap, name: &str, key: &str) -> io::Result<Document> {
-    let keys = keys(name);
+    let is_second = |found: &str| name == CONFIGMAP_PACKAGES && found == CONFIGMAP_PACKAGES_EPOCH_KEY;
+    let is_ours = |found: &str| found == key || is_second(found);
     let mut others = map.data.unwrap_or_default();
-    others.retain(|key, _| keys.contains(&key.as_str()));
-    for (key, packed) in map.binary_data.unwrap_or_default() {
-        if let Some(key) = key.strip_suffix(PACKED).filter(|key| keys.contains(key)) {
-            others.insert(key.to_owned(), unpack(&packed)?);
+    others.retain(|found, _| is_ours(found));
+    for (found, packed) in map.binary_data.unwrap_or_default() {
+        if let Some(found) = found.strip_suffix(PACKED).filter(|found| is_ours(found)) {
+            others.insert(found.to_owned(), unpack(&packed)?);
         }
     }
     Ok(Document { text: others.remove(key).unwrap_or_default(), others, version: map.metadata.resource_version })
@@ -134,7 +125,10 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
-    use api::{CONFIGMAP_ROSTER_KEY, Member, Roster, RosterEntry};
+    use api::{
+        CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, Member, Roster,
+        RosterEntry,
+    };
     use model::fixture::roster;
 
     /// The size of a ConfigMap as the API server limits it (k8s.io/kubernetes, ValidateConfigMap).

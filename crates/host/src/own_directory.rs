@@ -1,9 +1,9 @@
 //! A directory that only this user can use, beside files of others.
 
 use std::{
-    fs::{self, DirBuilder, File, Permissions},
+    fs::{self, DirBuilder, File},
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt},
     path::Path,
 };
 
@@ -14,15 +14,15 @@ use super::trust::open_unless_user_mounted;
 /// The permissions of a directory that only its owner can use.
 const CLOSED: u32 = 0o700;
 
-/// Makes a directory that only this user can use. One that is there is used if it is such a one, and left as it is. In a directory that
-/// users share, another user may have made it first, may have put another directory of this user's in its place, or may do so
-/// later: look what is in it, and reach it through the result (see [`path_of`](super::opening::path_of)), not through the path.
+/// Makes a directory that only this user can use. One that is there is used only if it is like that, and keeps its mode. Where
+/// others can write, they may have made it, or may put another directory of this user's there at any time: check what it holds, and
+/// reach that through the result (see [`path_of`](super::opening::path_of)), not through the path.
 ///
 /// # Errors
 /// If it can't be made or opened; `PermissionDenied` if other users own or can use one that is there; `Unsupported` if the file
 /// system gives away what this user makes.
 pub fn own_directory(path: &Path) -> io::Result<File> {
-    let is_new = match DirBuilder::new().mode(0o700).create(path) {
+    let is_new = match DirBuilder::new().mode(CLOSED).create(path) {
         Ok(()) => true,
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
         Err(error) => return Err(error),
@@ -36,16 +36,11 @@ pub fn own_directory(path: &Path) -> io::Result<File> {
         }
         return Err(error);
     }
-    if is_new {
-        directory.set_permissions(Permissions::from_mode(CLOSED))?;
-    }
     Ok(directory)
 }
 
 fn check(owner: u32, mode: u32, own: u32, is_new: bool) -> io::Result<()> {
-    // A new one can have the set-group-ID bit of the directory above.
-    let bits = if is_new { 0o777 } else { 0o7777 };
-    if owner == own && mode & bits == CLOSED {
+    if owner == own && mode & 0o777 == CLOSED {
         return Ok(());
     }
     Err(if is_new {
@@ -64,6 +59,8 @@ fn check(owner: u32, mode: u32, own: u32, is_new: bool) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::{fs::Permissions, os::unix::fs::PermissionsExt};
+
     use super::*;
 
     #[test]
@@ -77,8 +74,8 @@ mod tests {
     }
 
     #[test]
-    fn of_directories_that_are_there_only_a_closed_one_is_used_and_any_other_keeps_its_mode() {
-        for (owner, mode) in [(65534, 0o700), (0, 0o720), (0, 0o702), (0, 0o755), (0, 0o1700)] {
+    fn an_existing_directory_that_others_can_use_is_refused_and_keeps_its_mode() {
+        for (owner, mode) in [(65534, 0o700), (0, 0o720), (0, 0o702), (0, 0o755)] {
             assert_eq!(check(owner, mode, 0, false).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
         }
         let above = tempfile::tempdir().unwrap();

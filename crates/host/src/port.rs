@@ -109,12 +109,13 @@ fn socket_at(tables: &[String], endpoint: SocketAddr) -> Option<(u64, u32)> {
         let (address, port) = fields.get(1)?.rsplit_once(':')?;
         let address = address_of(address)?;
         let is_of_other_version = address.is_ipv6() != wanted.is_ipv6();
-        let is_there = match is_of_other_version {
-            true => [address, wanted].iter().any(|ip| ip.is_ipv6() && ip.is_unspecified()),
-            false => address == wanted || address.is_unspecified() || wanted.is_unspecified(),
+        let is_there = if is_of_other_version {
+            [address, wanted].iter().any(|ip| ip.is_ipv6() && ip.is_unspecified())
+        } else {
+            address == wanted || address.is_unspecified() || wanted.is_unspecified()
         };
         let socket: (u64, u32) = (fields.get(9)?.parse().ok()?, fields.get(7)?.parse().ok()?);
-        // What is closed and lingers has no inode, and no uid of its own.
+        // A socket that its process has closed (TIME_WAIT) has inode 0, and no uid of its own.
         let counts = is_there && socket.0 != 0 && u16::from_str_radix(port, 16) == Ok(endpoint.port());
         counts.then_some(((is_of_other_version, *fields.get(3)? != "0A"), socket))
     });
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_that_may_have_ipv6_alone_is_named_only_if_nothing_else_is_there() {
+    fn of_the_sockets_at_a_port_the_likeliest_holder_is_found() {
         let line = |address: &str, state: &str, uid: u32, inode: u32| {
             format!(
                 "   0: {address}:1F72 00000000:0000 {state} 00000000:00000000 00:00000000 00000000 {uid} 0 {inode} 1 0\n"

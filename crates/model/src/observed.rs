@@ -57,7 +57,7 @@ pub struct Observed<'a> {
 impl Observed<'_> {
     /// The user that owns the brokers and runs every job: the one that the instance has had since it was online first, else the one
     /// that its spec asks for. Whoever was this user could write jobs into the queue, which would run as the next one, and knows the
-    /// certificate. The status counts only if there is no roster: an agent's token may write it, and nothing there depends on it.
+    /// certificate. The status counts only if this instance has no roster, because an agent's token may write the status.
     pub fn owner(&self) -> &str {
         let remembered = self.status.run_as.as_deref().filter(|_| self.status.instance_id.is_some());
         self.fixed_owner().or(remembered).unwrap_or_else(|| owner(self.spec))

@@ -9,14 +9,13 @@ use kube::{
     core::{DeserializeGuard, error_boundary::InvalidObject},
     runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
 };
-use serde_json::Value;
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use api::{DAEMONSET, FluxInstance, FluxNode, INSTANCE, NAMESPACE};
 use model::{agents::AgentPod, eligibility::NodeView, obstacle::Obstacle};
 
-/// Longest text of a FluxNode's status, in bytes, but for the copy of the roster.
+/// Longest text of a FluxNode's status that is copied, in bytes.
 const LONGEST_TEXT: usize = 8192;
 
 /// The watched objects, as last received from the API server.
@@ -92,7 +91,7 @@ pub(super) fn readable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterat
     nodes.iter().filter_map(|node| node.0.as_ref().ok())
 }
 
-/// The FluxNodes that this version can't read, as an obstacle. The error is in the log alone: it can hold what somebody wrote.
+/// The FluxNodes that this version can't read, as an obstacle. The error is only in the log, because it may quote what somebody wrote.
 pub(super) fn unreadable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> Option<Obstacle> {
     let mut names: Vec<_> = nodes.iter().filter(|node| node.0.is_err()).map(|node| node.name_any()).collect();
     names.sort_unstable();
@@ -104,8 +103,8 @@ pub(super) fn unreadable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> Option<Ob
     Some(Obstacle::Problem {
         reason: "FluxNodeNotRead",
         message: format!(
-            "the planner's version can't read FluxNode {first}{others}, and plans without what they report: finish the \
-             upgrade; if it stays so, delete them: their agents make them again"
+            "the planner's version can't read FluxNode {first}{others}, and plans as if the agent had not reported: finish \
+             the upgrade; if it stays so, delete the FluxNode: its agent makes it again"
         ),
     })
 }
@@ -114,32 +113,32 @@ fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
     if let watcher::Event::Apply(node) | watcher::Event::InitApply(node) = event
         && let DeserializeGuard(Err(InvalidObject { error, .. })) = node
     {
-        warn!(node = node.name_any(), error, "can't read a FluxNode");
+        warn!(
+            node = node.name_any(),
+            error, "this version can't read a FluxNode: finish the upgrade, or delete it: its agent makes it again"
+        );
     }
 }
 
-/// Cuts what no agent of ours writes that long. The planner copies such texts into the FluxInstance's status and into the specs of other
-/// FluxNodes, which have to fit into etcd.
+/// Cuts texts that no agent of ours writes that long. The planner copies them into the FluxInstance's status and into the specs of other
+/// FluxNodes, which have to fit into etcd. Sets of ranks stay whole: a part of one says that jobs run nowhere else.
 fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
     let Ok(FluxNode { status: Some(status), .. }) = &mut node.0 else { return };
-    let roster = status.roster.take();
-    let whole = serde_json::to_value(&*status);
-    let cut = whole.map(|mut value| {
-        cut_text(&mut value);
-        value
-    });
-    if let Ok(cut) = cut.and_then(serde_json::from_value) {
-        *status = cut;
-    }
-    status.roster = roster;
-}
-
-fn cut_text(value: &mut Value) {
-    match value {
-        Value::String(text) => text.truncate(text.floor_char_boundary(LONGEST_TEXT)),
-        Value::Array(items) => items.iter_mut().for_each(cut_text),
-        Value::Object(fields) => fields.values_mut().for_each(cut_text),
-        _ => {}
+    let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
+    let waits_for = status.pods.as_mut().and_then(|pods| pods.waits_for.as_mut());
+    let dump = status.dump.as_mut().map(|dump| &mut dump.name);
+    let own = [
+        &mut status.message,
+        &mut status.flux_version,
+        &mut status.held_back_job,
+        &mut status.stopped_queues,
+        &mut status.restart_pending,
+        &mut status.lacks_packages,
+        &mut status.damage,
+    ];
+    let own = own.into_iter().filter_map(Option::as_mut).chain(status.rejected.values_mut());
+    for text in own.chain([last_words, waits_for, dump].into_iter().flatten()) {
+        text.truncate(text.floor_char_boundary(LONGEST_TEXT));
     }
 }
 
@@ -202,15 +201,18 @@ where
 
 #[cfg(test)]
 mod tests {
+    use api::IdSet;
     use serde_json::json;
 
     use super::*;
 
     #[test]
     fn no_text_of_a_flux_node_is_longer_than_its_copies_may_be() {
+        // Every other rank of the largest instance: longer than any text may be.
+        let ranks: IdSet = (0..16384).step_by(2).collect();
         let status = json!({
             "phase": "Failed", "message": "ä".repeat(LONGEST_TEXT), "roster": "x".repeat(2 * LONGEST_TEXT),
-            "leadFailed": {"instanceID": "a", "lastWords": "x".repeat(2 * LONGEST_TEXT)}, "offline": [1, 2],
+            "leadFailed": {"instanceID": "a", "lastWords": "x".repeat(2 * LONGEST_TEXT)}, "hostJobs": ranks,
         });
         let node = json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": status});
         let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
@@ -218,7 +220,7 @@ mod tests {
         let status = node.0.unwrap().status.unwrap();
         assert_eq!(status.message.unwrap(), "ä".repeat(LONGEST_TEXT / 2));
         assert_eq!(status.lead_failed.unwrap().last_words.unwrap().len(), LONGEST_TEXT);
-        assert_eq!((status.roster.unwrap().len(), status.offline), (2 * LONGEST_TEXT, vec![1, 2]));
+        assert_eq!((status.roster.unwrap().len(), status.host_jobs.unwrap()), (2 * LONGEST_TEXT, ranks));
     }
 
     #[test]

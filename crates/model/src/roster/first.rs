@@ -16,7 +16,7 @@ use crate::{
     settings::{pending, settings},
     tree::is_deep,
 };
-use api::{FailedLeads, FluxNodeStatus, Roster, packed};
+use api::{FailedLeads, FluxNodeStatus, LARGEST, Roster, packed};
 use base::words::many;
 
 /// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes
@@ -32,13 +32,15 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's copy has every member, because no broker starts before the lead has applied the roster that names it.
     let copies = seen.reports.iter().filter_map(|(node, status)| Some((node, status.roster.as_deref()?)));
     let copies = copies.filter_map(|(node, field)| Some((node, Roster::parse(&packed::from_field(field)?).ok()?)));
-    let own = copies.filter(|(_, copy)| copy.instance_uid == seen.instance_uid);
+    // Whoever forges a number that has hardly a next one would have a roster made that can't be read.
+    let is_far_below = |copy: &Roster| copy.epoch.max(copy.revision) < LARGEST / 2;
+    let own = copies.filter(|(_, copy)| copy.instance_uid == seen.instance_uid && is_far_below(copy));
     // A host that led before another node took over has the names and the queue of an epoch that is over.
     let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
     let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
     let last_epoch = running.fold(seen.status.epoch, u64::max);
     let own = own.filter(|(_, copy)| copy.epoch >= last_epoch);
-    // Any agent can report a copy, but only its own: the one of the last known lead goes first.
+    // Any agent can forge the copy in its own FluxNode, so the copy of the last known lead wins.
     let is_leads = |node: &String| seen.status.lead.as_ref() == Some(node);
     if let Some((_, mut copy)) = own.max_by_key(|(node, copy)| (is_leads(node), copy.epoch, copy.revision)) {
         copy.revision += LOST_REVISIONS;
