@@ -90,6 +90,11 @@ async fn an_agents_token_makes_no_object_too_slow_to_be_written() {
     made.metadata.managed_fields = serde_json::from_value(forged).unwrap();
     forbidden(instances.create(&dry, &made).await, "a FluxInstance");
 
+    let forged = many("distribute.flux-framework.org/v1alpha1", json!({"f:status": {"f:message": {}}}));
+    let forged = Patch::Merge(json!({"metadata": {"managedFields": forged}, "status": {"message": "x"}}));
+    case.create(no_nodes()).await;
+    forbidden(instances.patch_status(INSTANCE, &patch_params(), &forged).await, "the status of a FluxInstance");
+
     let forged = many("coordination.k8s.io/v1", json!({"f:spec": {"f:holderIdentity": {}}}));
     forbidden(forge_the_lease(&client, &forged).await, "the Lease");
 }

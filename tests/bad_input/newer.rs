@@ -1,6 +1,6 @@
 //! What another version has written, by a real API server: it hides nothing else, and is not written over.
 
-use api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase, Want};
+use api::{CONDITION_FLUX_NODES_UNUSABLE, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase, Want};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
     Api, ResourceExt,
@@ -85,11 +85,9 @@ async fn an_older_planner_lists_all_flux_nodes_beside_one_of_a_newer_build() {
     let old = case.api::<FluxNode>().get("node1").await.unwrap().uid();
     case.api::<FluxNode>().delete("node1", &DeleteParams::default()).await.unwrap();
     case.until("node1", "told again", |node: &FluxNode| node.uid() != old && is_told(node)).await;
-    // As long as no node is selected, that is the message instead.
-    case.patch(json!({"nodes": null})).await;
-    case.until(INSTANCE, "Degraded for the FluxNode that it can't read", |flux: &FluxInstance| {
-        let degraded = flux.status.as_ref().and_then(|status| status.holding("Degraded"));
-        degraded.is_some_and(|found| found.reason == "FluxNodeNotRead" && found.message.contains("FluxNode retyped,"))
+    case.until(INSTANCE, "a condition for the FluxNode that it can't read", |flux: &FluxInstance| {
+        let unusable = flux.status.as_ref().and_then(|status| status.holding(CONDITION_FLUX_NODES_UNUSABLE));
+        unusable.is_some_and(|found| found.reason == "FluxNodeNotRead" && found.message.starts_with("retyped: "))
     })
     .await;
     for name in ["newer", "retyped"] {

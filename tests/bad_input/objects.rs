@@ -1,8 +1,8 @@
 //! An agent's token in the wrong hands: which objects it makes, and what it can't hang onto them, by a real API server.
 
 use api::{
-    CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, FluxInstance, FluxNode, INSTANCE,
-    LEASE_PLANNER, NAMESPACE, SECRET_CURVE, SECRET_PACKAGES,
+    CONDITION_FLUX_NODES_UNUSABLE, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER,
+    FluxInstance, FluxNode, INSTANCE, LEASE_PLANNER, NAMESPACE, SECRET_CURVE, SECRET_PACKAGES,
 };
 use k8s_openapi::api::{
     coordination::v1::Lease,
@@ -174,10 +174,7 @@ async fn fill(kind: &Kind, name: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_flux_node_that_can_not_be_written_is_named_and_stops_no_planner() {
     let Some(case) = Case::with_api(1, "real").await else { return };
-    let mut spec = no_nodes();
-    // A worse problem would be named in its place.
-    spec.as_object_mut().unwrap().remove("nodes");
-    case.create(spec).await;
+    case.create(no_nodes()).await;
     let kind = Kind::of::<FluxNode>(&case.client);
     fill(&kind, "node9").await;
     let node = serde_json::from_value(json!({"metadata": {"name": "node9"}})).unwrap();
@@ -186,8 +183,9 @@ async fn a_flux_node_that_can_not_be_written_is_named_and_stops_no_planner() {
     until_true("the planner to name it", async || {
         let status = instances.get(INSTANCE).await.unwrap().status.unwrap_or_default();
         let is_named =
-            |message: &str| message.contains("spec of FluxNode node9: ") && message.contains("delete that FluxNode");
-        status.holding("Degraded").is_some_and(|found| found.reason == "FluxNodeNotWritten" && is_named(&found.message))
+            |message: &str| message.contains("spec of FluxNode node9: ") && message.contains("delete the FluxNode");
+        let unusable = status.holding(CONDITION_FLUX_NODES_UNUSABLE);
+        unusable.is_some_and(|found| found.reason == "FluxNodeNotWritten" && is_named(&found.message))
     })
     .await;
     case.patch(json!({"maxSize": 7})).await;

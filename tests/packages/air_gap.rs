@@ -213,7 +213,7 @@ fn nothing_is_downloaded_to_a_directory_that_others_can_write_to() {
         std::os::unix::fs::chown(&theirs, owner, None).unwrap();
         fs::set_permissions(&theirs, fs::Permissions::from_mode(mode)).unwrap();
         let error = desk.create(&["linux-64"]).unwrap_err();
-        assert!(error.to_string().contains("other users own it or can use it"), "{error}");
+        assert!(error.to_string().contains("other users own it or can write to it"), "{error}");
         assert_eq!((error.exit_code(), fs::read_to_string(&victim).unwrap()), (2, "kept".to_owned()));
         fs::remove_dir_all(&theirs).unwrap();
     }

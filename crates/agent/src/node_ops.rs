@@ -26,6 +26,7 @@ use host::{
     opening::open_plain_below,
     port::{is_port_taken, port_taken},
     state,
+    users::resolve_on_host,
 };
 use hostapi::{
     Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
@@ -188,11 +189,12 @@ impl NodeOps {
         let environment = state::environment(&preflight.prefix, &roster.settings.digest);
         let copy =
             serde_json::to_string(roster).map_err(|source| StepError::Serialize { what: "the roster", source })?;
+        let owner = resolve_on_host(&roster.settings.run_as).map_err(HostError::Refused)?;
         let mut files = vec![
             file("etc/broker.toml", broker_toml.clone(), 0o644, false),
             file(CERTIFICATE, certificate.text().to_owned(), 0o600, true),
             file("etc/roster.json", copy, 0o644, false),
-            file("bin/flux-connect.sh", connect_script(&environment, &roster.settings.run_as), 0o755, false),
+            file("bin/flux-connect.sh", connect_script(&environment, owner.uid, owner.gid), 0o755, false),
         ];
         if assignment.rank == 0 && roster.declares_nodes() {
             let configuration = live_configuration(roster, &BTreeMap::new())?;

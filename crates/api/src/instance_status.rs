@@ -51,6 +51,8 @@ pub const CONDITION_SCALE_DENIED: &str = "ScaleDenied";
 pub const CONDITION_NOT_APPLIED: &str = "NotApplied";
 /// Members have no agent.
 pub const CONDITION_AGENTS_MISSING: &str = "AgentsMissing";
+/// The planner can't read or write some FluxNodes.
+pub const CONDITION_FLUX_NODES_UNUSABLE: &str = "FluxNodesUnusable";
 /// The certificate's Secret is gone, and brokers may use what was in it.
 pub const CONDITION_CERTIFICATE_MISSING: &str = "CertificateMissing";
 
@@ -114,8 +116,8 @@ pub struct FluxInstanceStatus {
     pub observed_generation: i64,
     /// `Ready`, `Progressing`, `Degraded`, `RestartPending` (the next coordinated restart brings what differs from the
     /// spec), `ScaleDenied` (more nodes are asked for than the epoch has ranks), `NotApplied` (the running instance does not
-    /// carry out a part of the spec), `AgentsMissing` (members have no agent), `CertificateMissing` (Secret `flux-curve` is
-    /// gone), `Ignored` (another name than `flux`).
+    /// carry out a part of the spec), `AgentsMissing` (members have no agent), `FluxNodesUnusable` (the planner can't read or
+    /// write a FluxNode), `CertificateMissing` (Secret `flux-curve` is gone), `Ignored` (another name than `flux`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }

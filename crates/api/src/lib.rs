@@ -29,7 +29,7 @@ pub use idset::*;
 pub use instance::*;
 pub use instance_status::*;
 pub use node::*;
-pub use numbers::LARGEST;
+pub use numbers::MOST_BELIEVED;
 pub use packages::*;
 pub use resources::*;
 pub use roster::*;

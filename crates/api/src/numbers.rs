@@ -6,12 +6,19 @@ use serde::{Deserialize, Deserializer, de::Error};
 use serde_json::Value;
 
 /// The largest integer that every program reads exactly from JSON (RFC 8259, section 6). Our counts stay far below.
-pub const LARGEST: u64 = 1 << 53;
+pub(crate) const LARGEST: u64 = 1 << 53;
 
-/// Reads a count that is no larger than [`LARGEST`].
-pub(crate) fn count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
-    let count = u64::deserialize(deserializer)?;
-    if count > LARGEST { Err(D::Error::custom(format!("{count} is more than {LARGEST}"))) } else { Ok(count) }
+/// The largest count to go on from where a captured agent may have written it: whoever forges a number that has hardly a next one
+/// would have a roster made that nobody can read.
+pub const MOST_BELIEVED: u64 = LARGEST / 2;
+
+/// Reads a number that is no larger than `MOST`.
+pub(crate) fn at_most<'de, const MOST: u64, T: TryFrom<u64>, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<T, D::Error> {
+    let number = u64::deserialize(deserializer)?;
+    let within = T::try_from(number).ok().filter(|_| number <= MOST);
+    within.ok_or_else(|| D::Error::custom(format!("{number} is more than {MOST}")))
 }
 
 /// Has the API server refuse larger numbers in a schema than its type can hold.

@@ -1,10 +1,14 @@
 //! Looks up the broker's user in the host's own files: a name service would need the host's libraries.
 
-use std::{io, path::PathBuf};
+use std::{
+    fs,
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
 
 use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 
-use super::{Root, files::Owner};
+use super::{Root, files::Owner, host_root::open_host_file};
 use hostapi::Refusal;
 
 /// A user of the host.
@@ -84,13 +88,29 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
     Ok(user)
 }
 
-/// [`resolve`] with the host's /etc/passwd and /etc/group.
+/// [`resolve`] with the /etc/passwd and /etc/group of `root`.
 ///
 /// # Errors
 /// As for [`resolve`].
 pub fn resolve_on(root: &Root, run_as: &str) -> Result<User, Refusal> {
-    let read = |path| std::fs::read(root.path(path)).unwrap_or_default();
-    resolve(run_as, &String::from_utf8_lossy(&read("/etc/passwd")), &String::from_utf8_lossy(&read("/etc/group")))
+    resolve_in(run_as, |path| fs::read(root.path(path)))
+}
+
+/// [`resolve`] with the host's /etc/passwd and /etc/group, from the pod's side.
+///
+/// # Errors
+/// As for [`resolve`].
+pub fn resolve_on_host(run_as: &str) -> Result<User, Refusal> {
+    resolve_in(run_as, |path| {
+        let mut text = Vec::new();
+        open_host_file(Path::new(path))?.read_to_end(&mut text)?;
+        Ok(text)
+    })
+}
+
+fn resolve_in(run_as: &str, read: impl Fn(&str) -> io::Result<Vec<u8>>) -> Result<User, Refusal> {
+    let read = |path| String::from_utf8_lossy(&read(path).unwrap_or_default()).into_owned();
+    resolve(run_as, &read("/etc/passwd"), &read("/etc/group"))
 }
 
 fn without_entry(uid: u32) -> User {

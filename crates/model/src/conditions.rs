@@ -12,8 +12,8 @@ use super::{
     roster::epoch::Restart,
 };
 use api::{
-    CONDITION_AGENTS_MISSING, CONDITION_CERTIFICATE_MISSING, CONDITION_NOT_APPLIED, CONDITION_RESTART_PENDING,
-    CONDITION_SCALE_DENIED, FluxInstanceStatus, Roster,
+    CONDITION_AGENTS_MISSING, CONDITION_CERTIFICATE_MISSING, CONDITION_FLUX_NODES_UNUSABLE, CONDITION_NOT_APPLIED,
+    CONDITION_RESTART_PENDING, CONDITION_SCALE_DENIED, FluxInstanceStatus, Roster,
 };
 use base::words::many;
 
@@ -38,7 +38,7 @@ pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's age
                                        member's agent that has the same certificate; if no host has it any more, put it back";
 
 /// The types of the conditions that the planner writes, in the order of the values that [`status`](super::status::status) gives them.
-pub(super) const OURS: [&str; 8] = [
+pub(super) const OURS: [&str; 9] = [
     "Ready",
     "Progressing",
     "Degraded",
@@ -47,6 +47,7 @@ pub(super) const OURS: [&str; 8] = [
     CONDITION_RESTART_PENDING,
     CONDITION_NOT_APPLIED,
     CONDITION_AGENTS_MISSING,
+    CONDITION_FLUX_NODES_UNUSABLE,
 ];
 /// Longest message of the status or of a condition, in characters.
 const LONGEST_MESSAGE: usize = 8192;
@@ -166,14 +167,28 @@ pub(super) fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Condit
     let members = roster.into_iter().flat_map(Roster::members);
     let mut missing = members.filter_map(|member| Some((&member.node, seen.agentless.get(&member.node)?)));
     let Some((node, why)) = missing.next() else { return ConditionValue::no("AsExpected") };
-    let others = match missing.count() {
-        0 => String::new(),
-        more => format!(" (and {})", many(more as u64, "other node")),
-    };
+    let others = and_others(missing.count());
     let message = format!(
         "{node} has no agent{others}: {why}; its broker and jobs keep running, but no agent repairs or reports anything there"
     );
     ConditionValue::yes("AgentNotRunning", message)
+}
+
+/// Condition FluxNodesUnusable. It is none of the reasons for Degraded: the planner goes on with all other nodes, and whoever has the
+/// token of one agent can make that node's FluxNode unusable.
+pub(super) fn flux_nodes_unusable(seen: &Observed) -> ConditionValue {
+    let mut unusable = seen.unusable.iter();
+    let Some((node, why)) = unusable.next() else { return ConditionValue::no("AsExpected") };
+    let others = and_others(unusable.count());
+    ConditionValue::yes(why.reason(), format!("{node}{others}: the planner can't {}", why.message()))
+}
+
+/// How many nodes there are beside the one that was named.
+fn and_others(more: usize) -> String {
+    match more {
+        0 => String::new(),
+        more => format!(" (and {})", many(more as u64, "other node")),
+    }
 }
 
 /// Condition CertificateMissing.
@@ -242,7 +257,9 @@ pub(super) fn needs_user(reason: &str) -> bool {
 /// `before`. Obstacles have Events of their own.
 pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) -> Vec<Condition> {
     let needs_action = |condition: &&Condition| match condition.type_.as_str() {
-        CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING => true,
+        CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING | CONDITION_FLUX_NODES_UNUSABLE => {
+            true
+        }
         CONDITION_RESTART_PENDING => needs_user(&condition.reason),
         "Degraded" => [CORES_LOST, SHUT_DOWN_REASON].contains(&condition.reason.as_str()),
         _ => false,

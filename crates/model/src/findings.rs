@@ -31,6 +31,8 @@ pub enum Weight {
     NodesAway,
     /// Members have no agent: their brokers keep running, but no agent supervises them.
     AgentsAway,
+    /// The planner can't use some FluxNodes: it learns and changes nothing there.
+    FluxNodesUnusable,
     /// A restart is pending, and goes on by itself.
     RestartWaits,
     /// A queue starts no jobs.

@@ -52,6 +52,41 @@ pub struct Observed<'a> {
     pub fresh_id: &'a str,
     /// The reason why the agent is not running, by node name, for each node without an agent.
     pub agentless: &'a BTreeMap<String, String>,
+    /// The FluxNodes that the planner can't use, by node name.
+    pub unusable: &'a BTreeMap<String, Unusable>,
+}
+
+/// Why the planner can't use a FluxNode.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unusable {
+    /// This version can't read it. The error is only in the log, because it may quote what somebody wrote.
+    NotRead,
+    /// The API server refuses to change it, for this reason.
+    NotWritten(String),
+}
+
+impl Unusable {
+    /// CamelCase, for the condition.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NotRead => "FluxNodeNotRead",
+            Self::NotWritten(_) => "FluxNodeNotWritten",
+        }
+    }
+
+    /// What is wrong with the FluxNode, and the remedy, after "the planner can't".
+    pub fn message(&self) -> String {
+        match self {
+            Self::NotRead => {
+                "read its FluxNode, and plans as if the agent had not reported: finish the upgrade; if it stays so, \
+                              delete the FluxNode: its agent makes it again"
+                    .to_owned()
+            }
+            Self::NotWritten(why) => {
+                format!("write its FluxNode ({why}); if it stays so, delete the FluxNode: its agent makes it again")
+            }
+        }
+    }
 }
 
 impl Observed<'_> {

@@ -9,8 +9,8 @@ use k8s_openapi::jiff::Timestamp;
 use super::{
     conditions::{
         ConditionValue, OURS, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing, bounded,
-        certificate_missing, degraded, needs_user, not_applied, ours, progressing, ready, restart_pending,
-        scale_denied,
+        certificate_missing, degraded, flux_nodes_unusable, needs_user, not_applied, ours, progressing, ready,
+        restart_pending, scale_denied,
     },
     findings::{Finding, Weight, line},
     gone,
@@ -62,6 +62,7 @@ pub fn status(
     }
     let (scale, restart) = (scale_denied(seen, roster), restart_pending(restart));
     let (not_applied, agents_missing) = (not_applied(seen, roster), agents_missing(seen, roster));
+    let unusable = flux_nodes_unusable(seen);
     let cores_lost = members.and_then(|members| members.report(0)?.held_back_job.as_deref());
     let mut findings = progress(seen, planned, obstacle, &next, standing);
     let pods_wait = next.pods.as_ref().and_then(|pods| pods.waits_for.as_deref());
@@ -77,6 +78,7 @@ pub fn status(
     findings.extend(if_true(Weight::ScaleDenied, &scale));
     findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| needs_user(restart.reason)));
     findings.extend(if_true(Weight::AgentsAway, &agents_missing));
+    findings.extend(if_true(Weight::FluxNodesUnusable, &unusable));
     let waits = (restart.reason == WAITS).then(|| format!("a restart is pending: {}", restart.message));
     let stopped = members.and_then(|members| members.report(0)?.stopped_queues.clone());
     for (weight, words) in [(Weight::RestartWaits, waits), (Weight::QueueStopped, stopped)] {
@@ -98,6 +100,7 @@ pub fn status(
         restart,
         not_applied,
         agents_missing,
+        unusable,
     ];
     for (type_, value) in OURS.into_iter().zip(values) {
         value.set(type_, &mut next.conditions, generation, now);
@@ -189,7 +192,8 @@ fn is_coming_up(seen: &Observed, roster: &Roster, members: &Members) -> bool {
         let is_stuck = report.is_some_and(|report| {
             report.needs_attention || matches!(report.phase, NodePhase::Failed | NodePhase::Offline)
         });
-        members.is_ready(rank) && !is_stuck && !seen.agentless.contains_key(&member.node)
+        let is_managed = !seen.agentless.contains_key(&member.node) && !seen.unusable.contains_key(&member.node);
+        members.is_ready(rank) && !is_stuck && is_managed
     };
     matches!(seen.status.phase, InstancePhase::Pending | InstancePhase::Starting)
         && offline(roster, members).all(is_on_its_way)
@@ -245,7 +249,8 @@ fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus
             (false, true) => None,
         };
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
-        let cause = gone::message(members, roster, rank).or(unreachable).or(agentless);
+        let unusable = seen.unusable.get(&member.node).map(|why| format!("the planner can't {}", why.message()));
+        let cause = gone::message(members, roster, rank).or(unreachable).or(agentless).or(unusable);
         // Between two steps, an agent reports no message; then its phase is all that is known.
         let phase = || match &report?.phase {
             NodePhase::Online => Some("its agent reports it online, and the lead does not yet".to_owned()),
@@ -266,11 +271,15 @@ fn count<T>(items: impl Iterator<Item = T>) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::observed::Unusable;
     use crate::{
         conditions::{PACKAGES_UNAVAILABLE, warnings},
         roster::tests::World,
     };
-    use api::{CONDITION_AGENTS_MISSING, CONDITION_NOT_APPLIED, CONDITION_SCALE_DENIED, PodCounts};
+    use api::{
+        CONDITION_AGENTS_MISSING, CONDITION_FLUX_NODES_UNUSABLE, CONDITION_NOT_APPLIED, CONDITION_SCALE_DENIED,
+        PodCounts,
+    };
 
     fn waiting(reason: &str) -> Obstacle {
         Obstacle::Waiting(reason.to_owned())
@@ -344,6 +353,12 @@ mod tests {
                 "AgentNotRunning",
                 "node2 has no agent: its pod was evicted; its broker",
             ),
+            (
+                |world| drop(world.unusable.insert("node2".to_owned(), Unusable::NotRead)),
+                Some(CONDITION_FLUX_NODES_UNUSABLE),
+                "FluxNodeNotRead",
+                "node2: the planner can't read its FluxNode",
+            ),
             // This restart only waits, so it needs no warning.
             (|world| world.digest = "next", Some(CONDITION_RESTART_PENDING), "Waits", "2 of 2 nodes online"),
         ] {
@@ -380,6 +395,7 @@ mod tests {
             (|world| world.reports.get_mut("node3").unwrap().phase = NodePhase::Failed) as Edit,
             |world| world.nodes[2].ready = false,
             |world| drop(world.agentless.insert("node3".to_owned(), "its pod was evicted".to_owned())),
+            |world| drop(world.unusable.insert("node3".to_owned(), Unusable::NotRead)),
         ] {
             let mut world = first_start();
             stuck(&mut world);
@@ -392,6 +408,24 @@ mod tests {
         let report = world.reports.get_mut("node3").unwrap();
         (report.phase, report.adopted) = (NodePhase::Starting, None);
         assert_eq!(phase(&mut world), InstancePhase::Running);
+    }
+
+    /// Whoever has one agent's token can have its FluxNode like that.
+    #[test]
+    fn a_flux_node_that_can_not_be_used_makes_the_instance_neither_failed_nor_degraded() {
+        for node in ["node1", "node3"] {
+            let mut world = World::up(3);
+            let report = world.reports.get_mut("node1").unwrap();
+            (report.phase, report.adopted, report.message) = (NodePhase::Starting, None, Some("starting".to_owned()));
+            world.unusable.insert(node.to_owned(), Unusable::NotWritten("etcdserver: request is too large".to_owned()));
+            let status = status(&world.seen(), 1, world.planned().as_ref(), None);
+            assert_eq!(status.phase, InstancePhase::Degraded, "the lead is away");
+            assert_eq!(status.holding("Degraded").unwrap().reason, "LeadNotOnline");
+            assert_eq!(status.holding(CONDITION_FLUX_NODES_UNUSABLE).unwrap().reason, "FluxNodeNotWritten");
+            let about = status.message.unwrap();
+            let said = if node == "node1" { "can't write its FluxNode (etcdserver" } else { "starting" };
+            assert!(about.contains("node1 (rank 0, not started): ") && about.contains(said), "{about}");
+        }
     }
 
     #[test]

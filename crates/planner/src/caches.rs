@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use api::{DAEMONSET, FluxInstance, FluxNode, INSTANCE, NAMESPACE};
-use model::{agents::AgentPod, eligibility::NodeView, obstacle::Obstacle};
+use model::{agents::AgentPod, eligibility::NodeView};
 
 /// Longest text of a FluxNode's status that is copied, in bytes.
 const LONGEST_TEXT: usize = 8192;
@@ -35,15 +35,15 @@ impl Caches {
     /// planning may depend on.
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
-        let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all(), |_| {});
-        let (flux_nodes, flux_node_changes) = watch(Api::namespaced(client.clone(), NAMESPACE), all(), cut_texts);
+        let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
+        let flux_nodes = watcher(Api::namespaced(client.clone(), NAMESPACE), all()).default_backoff();
+        let (flux_nodes, flux_node_changes) = cached(flux_nodes.modify(cut_texts));
         let flux_node_changes = flux_node_changes.inspect(warn_if_unreadable);
-        let (instances, instance_changes) =
-            watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all(), |_| {});
+        let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
-        let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours, |_| {});
+        let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
         let agents = all().labels(&format!("app={DAEMONSET}"));
-        let (pods, pod_changes) = watch(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents, |_| {});
+        let (pods, pod_changes) = watch(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents);
         let view = |node: &Node| Some(NodeView::from(node));
         let node_changes = skip_irrelevant(node_changes, view);
         let pod_changes = skip_irrelevant(pod_changes, AgentPod::of);
@@ -91,22 +91,9 @@ pub(super) fn readable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterat
     nodes.iter().filter_map(|node| node.0.as_ref().ok())
 }
 
-/// The FluxNodes that this version can't read, as an obstacle. The error is only in the log, because it may quote what somebody wrote.
-pub(super) fn unreadable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> Option<Obstacle> {
-    let mut names: Vec<_> = nodes.iter().filter(|node| node.0.is_err()).map(|node| node.name_any()).collect();
-    names.sort_unstable();
-    let first = names.first()?;
-    let others = match names.len() - 1 {
-        0 => String::new(),
-        more => format!(" and {more} more"),
-    };
-    Some(Obstacle::Problem {
-        reason: "FluxNodeNotRead",
-        message: format!(
-            "the planner's version can't read FluxNode {first}{others}, and plans as if the agent had not reported: finish \
-             the upgrade; if it stays so, delete the FluxNode: its agent makes it again"
-        ),
-    })
+/// The names of the FluxNodes that this version can't read.
+pub(super) fn unreadable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterator<Item = String> {
+    nodes.iter().filter(|node| node.0.is_err()).map(|node| node.name_any())
 }
 
 fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
@@ -127,6 +114,8 @@ fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
     let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
     let waits_for = status.pods.as_mut().and_then(|pods| pods.waits_for.as_mut());
     let dump = status.dump.as_mut().map(|dump| &mut dump.name);
+    let prefix = status.facts.as_mut().map(|facts| &mut facts.prefix);
+    let new_instance = status.takeover.as_mut().and_then(|takeover| takeover.new_instance_id.as_mut());
     let own = [
         &mut status.message,
         &mut status.flux_version,
@@ -137,7 +126,7 @@ fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
         &mut status.damage,
     ];
     let own = own.into_iter().filter_map(Option::as_mut).chain(status.rejected.values_mut());
-    for text in own.chain([last_words, waits_for, dump].into_iter().flatten()) {
+    for text in own.chain([last_words, waits_for, dump, prefix, new_instance].into_iter().flatten()) {
         text.truncate(text.floor_char_boundary(LONGEST_TEXT));
     }
 }
@@ -180,17 +169,23 @@ where
     }
 }
 
-/// An empty cache, and the stream that fills it with what `edit` has made of each object.
-fn watch<K>(
-    api: Api<K>,
-    config: watcher::Config,
-    edit: impl FnMut(&mut K) + Send,
-) -> (Store<K>, impl Stream<Item = watcher::Event<K>> + Send)
+/// An empty cache, and the stream that fills it.
+fn watch<K>(api: Api<K>, config: watcher::Config) -> (Store<K>, impl Stream<Item = watcher::Event<K>> + Send)
 where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
 {
+    cached(watcher(api, config).default_backoff())
+}
+
+/// An empty cache, and the stream that fills it with `changes`.
+fn cached<K>(
+    changes: impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send,
+) -> (Store<K>, impl Stream<Item = watcher::Event<K>> + Send)
+where
+    K: Resource<DynamicType = ()> + Clone + Send + Sync + 'static,
+{
     let (store, writer) = reflector::store();
-    let changes = watcher(api, config).default_backoff().modify(edit).reflect(writer).filter_map(|event| async move {
+    let changes = changes.reflect(writer).filter_map(|event| async move {
         if let Err(error) = &event {
             debug!(%error, "a watch was interrupted");
         }
@@ -201,26 +196,92 @@ where
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use api::IdSet;
-    use serde_json::json;
+    use kube::CustomResourceExt;
+    use serde_json::{Value, json};
 
     use super::*;
+
+    /// What is read from a FluxNode's status and never copied to another object.
+    const ONLY_COMPARED: [&str; 17] = [
+        "/adopted/brokerName",
+        "/adopted/digest",
+        "/adopted/instanceID",
+        "/adopted/instanceUID",
+        "/adopted/nodeUID",
+        "/agentVersion",
+        "/cachedPackageSets/0",
+        "/digest",
+        "/facts/bootID",
+        "/facts/glibc",
+        "/facts/platform",
+        "/leadFailed/instanceID",
+        "/peer",
+        "/phase",
+        "/roster",
+        "/takeover/dump",
+        "/takeover/instanceID",
+    ];
+    /// A part of one says that jobs run nowhere else.
+    const SETS: [&str; 6] = ["/allocated", "/drained", "/drainedByOthers", "/gangs", "/hostJobs", "/torpid"];
+
+    /// A status that has each field of the `schema`, with texts that are too long.
+    fn filled(schema: &Value, path: &str, set: &Value) -> Value {
+        let below = |name: &str, schema: &Value| filled(schema, &format!("{path}/{name}"), set);
+        let fields = || schema["properties"].as_object().into_iter().flatten();
+        match schema["type"].as_str() {
+            Some("object") if schema["additionalProperties"].is_object() => {
+                json!({"key": below("key", &schema["additionalProperties"])})
+            }
+            Some("object") => fields().map(|(name, schema)| (name.clone(), below(name, schema))).collect(),
+            Some("array") => json!([below("0", &schema["items"])]),
+            Some("integer") => json!(1),
+            Some("boolean") => json!(true),
+            _ if schema["format"] == "date-time" => json!("2026-01-01T00:00:00Z"),
+            _ if SETS.contains(&path) => set.clone(),
+            _ => json!("x".repeat(2 * LONGEST_TEXT)),
+        }
+    }
+
+    /// The places of texts that are longer than [`LONGEST_TEXT`].
+    fn long_texts(value: &Value, path: &str) -> BTreeSet<String> {
+        let below = |(name, value): (String, &Value)| long_texts(value, &format!("{path}/{name}"));
+        match value {
+            Value::Object(fields) => fields.iter().flat_map(|(name, value)| below((name.clone(), value))).collect(),
+            Value::Array(items) => {
+                items.iter().enumerate().flat_map(|(at, value)| below((at.to_string(), value))).collect()
+            }
+            Value::String(text) if text.len() > LONGEST_TEXT => BTreeSet::from([path.to_owned()]),
+            _ => BTreeSet::new(),
+        }
+    }
 
     #[test]
     fn no_text_of_a_flux_node_is_longer_than_its_copies_may_be() {
         // Every other rank of the largest instance: longer than any text may be.
         let ranks: IdSet = (0..16384).step_by(2).collect();
-        let status = json!({
-            "phase": "Failed", "message": "ä".repeat(LONGEST_TEXT), "roster": "x".repeat(2 * LONGEST_TEXT),
-            "leadFailed": {"instanceID": "a", "lastWords": "x".repeat(2 * LONGEST_TEXT)}, "hostJobs": ranks,
-        });
-        let node = json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": status});
+        let crd = json!(FluxNode::crd());
+        let schema = &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"];
+        let node =
+            json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": filled(schema, "", &json!(ranks))});
         let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
         cut_texts(&mut node);
         let status = node.0.unwrap().status.unwrap();
-        assert_eq!(status.message.unwrap(), "ä".repeat(LONGEST_TEXT / 2));
-        assert_eq!(status.lead_failed.unwrap().last_words.unwrap().len(), LONGEST_TEXT);
-        assert_eq!((status.roster.unwrap().len(), status.host_jobs.unwrap()), (2 * LONGEST_TEXT, ranks));
+        let whole = ONLY_COMPARED.into_iter().chain(SETS).map(str::to_owned).collect();
+        assert_eq!(long_texts(&json!(status), ""), whole);
+        assert_eq!(status.host_jobs, Some(ranks));
+    }
+
+    #[test]
+    fn a_text_is_cut_between_two_characters() {
+        let status = json!({"phase": "Failed", "message": format!("a{}", "ä".repeat(LONGEST_TEXT))});
+        let node = json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": status});
+        let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
+        cut_texts(&mut node);
+        let message = node.0.unwrap().status.unwrap().message.unwrap();
+        assert_eq!(message, format!("a{}", "ä".repeat(LONGEST_TEXT / 2 - 1)));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use api::{
     CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode,
     FluxNodeSpec, NAMESPACE, Roster,
 };
-use base::error_chain;
+use base::{error_chain, words::many};
 use cluster::{
     ApiError, as_read, call, certificate, gone_is_fine, merge_patch, patch_params,
     store::{self, Document},
@@ -18,12 +18,33 @@ use model::broker_toml;
 /// Replaces exactly the roster that was read as `before`, or creates it if that is None.
 ///
 /// # Errors
-/// If the call to the API server fails; with code 409 if another planner wrote the roster first.
+/// If the call to the API server fails; with code 409 if another planner wrote the roster first. [`ApiError::Content`] if the roster
+/// could not be read again: many captured nodes can report more cores than all of an instance may have.
 pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Document>) -> Result<(), ApiError> {
-    let broken = |reason: String| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_ROSTER}"), reason };
-    let text = serde_json::to_string(roster).map_err(|error| broken(error.to_string()))?;
+    let text = to_text(roster)?;
     info!(revision = roster.revision, epoch = roster.epoch, ranks = roster.ranks.len(), "writing the roster");
     store::write(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, text, before).await
+}
+
+/// The roster as it is stored, if it can be read again.
+fn to_text(roster: &Roster) -> Result<String, ApiError> {
+    let broken = |reason: String| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_ROSTER}"), reason };
+    let text = serde_json::to_string(roster).map_err(|error| broken(error.to_string()))?;
+    Roster::parse(&text).map_err(|error| broken(format!("{}{}", error_chain(&error), largest(roster))))?;
+    Ok(text)
+}
+
+/// Names the node that declares the most, as the end of a sentence.
+fn largest(roster: &Roster) -> String {
+    let largest = roster.ranks.values().max_by_key(|entry| entry.size());
+    let named = largest.and_then(|entry| Some((&entry.member.as_ref()?.node, entry.resources.as_ref()?)));
+    named.map_or_else(String::new, |(node, declared)| {
+        format!(
+            "; node {node} declares the most, with {} and {}",
+            many(declared.cores, "core"),
+            many(declared.gpus, "GPU")
+        )
+    })
 }
 
 /// Renders `broker.toml` from the roster and writes it if it has changed.
@@ -83,4 +104,22 @@ pub async fn forget_instance(client: &Client) -> Result<(), ApiError> {
         store::delete(client, map).await?;
     }
     certificate::forget(client).await
+}
+
+#[cfg(test)]
+mod tests {
+    use model::fixture::roster;
+
+    use super::*;
+
+    #[test]
+    fn a_roster_that_could_not_be_read_again_is_not_written_and_names_who_reports_the_most() {
+        let names: Vec<String> = (0..260).map(|number| format!("node{number}")).collect();
+        let mut nodes: Vec<(&str, u32)> = names.iter().map(|name| (name.as_str(), 65_000)).collect();
+        assert!(to_text(&roster(300, &nodes[..256])).is_ok());
+        nodes[7].1 = 65_536;
+        let error = error_chain(&to_text(&roster(300, &nodes)).unwrap_err());
+        assert!(error.contains("ConfigMap flux-roster"), "{error}");
+        assert!(error.contains("; node node7 declares the most, with 65536 cores and 0 GPUs"), "{error}");
+    }
 }

@@ -37,7 +37,7 @@ use model::{
     forsaken::forsaken,
     kubernetes::unsupported,
     members::Planned,
-    observed::{Observed, retain_secs},
+    observed::{Observed, Unusable, retain_secs},
     obstacle::Obstacle,
     project::project_all,
     protect::{AnnotationChange, Protection},
@@ -77,7 +77,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         agents: Agents::default(),
         protection: Protection::default(),
         protect_again: None,
-        unwritten_since: None,
+        refused: BTreeMap::new(),
     };
     let mut complete = false;
     loop {
@@ -130,8 +130,8 @@ struct Planner {
     protection: Protection,
     /// After a failed write of autoscaler annotations, when to try again.
     protect_again: Option<Instant>,
-    /// Since when at least one FluxNode can't be written; None if all can.
-    unwritten_since: Option<Instant>,
+    /// The FluxNodes that the API server refuses to change, by name: since when, and why.
+    refused: BTreeMap<String, (Instant, String)>,
 }
 
 impl Planner {
@@ -195,6 +195,8 @@ impl Planner {
             self.since = Instant::now();
         }
         let now = clock::now().as_second();
+        let flux_nodes = caches.flux_nodes.state();
+        let unusable = self.unusable(&flux_nodes);
         let agentless = self.agents.missing(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);
         let mut seen = Observed {
             instance_uid: &uid,
@@ -212,6 +214,7 @@ impl Planner {
             restart_word: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
             fresh_id: &fresh_id,
             agentless: &agentless,
+            unusable: &unusable,
         };
 
         let invalid = self.unsupported().await?.or(self.invalid_spec(flux, &uid));
@@ -238,12 +241,9 @@ impl Planner {
             let changes = self.protection.changes(&seen, planned.as_ref());
             self.protect(caches, changes).await;
         }
-        let flux_nodes = caches.flux_nodes.state();
-        let unwritten = self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
-        let unread = unreadable(&flux_nodes);
+        self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
-        // What can not be written may be why there is no lead.
-        let obstacle = foremost([obstacle, unwritten, unread, no_lead].into_iter().flatten());
+        let obstacle = foremost([obstacle, no_lead].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
@@ -309,42 +309,43 @@ impl Planner {
         wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message })
     }
 
+    /// The FluxNodes that can't be read, or have not been written for [`REPORT_AFTER`].
+    fn unusable(&self, flux_nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> BTreeMap<String, Unusable> {
+        let refused = self.refused.iter().filter(|(_, (since, _))| since.elapsed() >= REPORT_AFTER);
+        let refused = refused.map(|(name, (_, why))| (name.clone(), Unusable::NotWritten(why.clone())));
+        unreadable(flux_nodes).map(|name| (name, Unusable::NotRead)).chain(refused).collect()
+    }
+
     /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes. A FluxNode that
-    /// the API server refuses to change, perhaps because its own agent has filled it, does not stop the others. After [`REPORT_AFTER`] it
-    /// is returned as an obstacle.
+    /// the API server refuses to change, perhaps because its own agent has filled it, does not stop the others.
     async fn publish(
         &mut self,
         seen: &Observed<'_>,
         planned: Option<&Planned<'_>>,
         flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
-    ) -> Result<Option<Obstacle>, ApiError> {
+    ) -> Result<(), ApiError> {
         let roster = planned.map(|planned| planned.roster);
         if let Some(roster) = roster {
             publish::write_broker_toml(&self.client, roster).await?;
         }
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
-        let mut refused = None;
+        let mut refused = BTreeMap::new();
         for (flux_node, spec) in project_all(seen, planned, readable(flux_nodes), is_local) {
             match publish::write_node(&self.client, flux_node, &spec).await {
-                Err(error) if error.is_about_the_object() => refused = refused.or(Some(error)),
+                Err(error) if error.is_about_the_object() => {
+                    let (name, why) = (flux_node.name_any(), error_chain(&error));
+                    let since = self.refused.get(&name).map(|(since, _)| *since);
+                    if since.is_none() {
+                        warn!(error = why, "can't write a FluxNode");
+                    }
+                    refused.insert(name, (since.unwrap_or_else(Instant::now), why));
+                }
                 written => written?,
             }
         }
-        self.collect(seen, planned, flux_nodes).await?;
-        let Some(error) = refused else {
-            self.unwritten_since = None;
-            return Ok(None);
-        };
-        let message = error_chain(&error);
-        if self.unwritten_since.is_none() {
-            warn!(error = message, "can't write a FluxNode");
-        }
-        let is_old = self.unwritten_since.get_or_insert_with(Instant::now).elapsed() >= REPORT_AFTER;
-        Ok(is_old.then(|| Obstacle::Problem {
-            reason: "FluxNodeNotWritten",
-            message: format!("{message}; if it stays so, delete that FluxNode: its agent makes it again"),
-        }))
+        self.refused = refused;
+        self.collect(seen, planned, flux_nodes).await
     }
 
     /// Writes or removes the annotations that keep autoscalers away from Nodes. A failure doesn't stop planning.

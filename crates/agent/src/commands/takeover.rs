@@ -27,7 +27,12 @@ use broker::rfc3::RpcError;
 use cluster::{ApiError, call, clock};
 use host::{NsHost, dumps::Incoming, host_root::open_in_host_root, opening::path_of, statedir};
 use hostapi::{Host, HostError, Order, TakeoverOrder, look};
-use model::{eligibility::NodeView, members::Members, observed::Observed, roster::takeover::refusal};
+use model::{
+    eligibility::NodeView,
+    members::Members,
+    observed::{Observed, Unusable},
+    roster::takeover::refusal,
+};
 
 /// A new lead restores its whole queue before it is online.
 const PATIENCE: Duration = Duration::from_mins(5);
@@ -258,8 +263,7 @@ struct Seen {
     status: FluxInstanceStatus,
     nodes: Vec<NodeView>,
     reports: BTreeMap<String, FluxNodeStatus>,
-    /// Names of FluxNodes that this version can't read.
-    unreadable: Vec<String>,
+    unusable: BTreeMap<String, Unusable>,
     roster: Roster,
 }
 
@@ -276,11 +280,11 @@ impl Seen {
         let flux_nodes = Api::<DeserializeGuard<FluxNode>>::namespaced(client.clone(), NAMESPACE);
         let nodes = call("list Nodes", nodes.list(&all)).await?;
         let flux_nodes = call("list FluxNodes", flux_nodes.list(&all)).await?;
-        let (mut reports, mut unreadable) = (BTreeMap::new(), Vec::new());
+        let (mut reports, mut unusable) = (BTreeMap::new(), BTreeMap::new());
         for node in flux_nodes.items {
             match node.0 {
                 Ok(node) => drop(reports.insert(node.name_any(), node.status.unwrap_or_default())),
-                Err(invalid) => unreadable.extend(invalid.metadata.name),
+                Err(invalid) => drop(unusable.insert(invalid.metadata.name.unwrap_or_default(), Unusable::NotRead)),
             }
         }
         Ok(Self {
@@ -289,7 +293,7 @@ impl Seen {
             status: instance.status.unwrap_or_default(),
             nodes: nodes.items.iter().map(NodeView::from).collect(),
             reports,
-            unreadable,
+            unusable,
             roster,
         })
     }
@@ -311,13 +315,14 @@ impl Seen {
             restart_word: None,
             fresh_id: "",
             agentless: &NO_AGENTLESS,
+            unusable: &self.unusable,
         }
     }
 
     fn check(&self, lead: &str, request: &Takeover) -> Result<(), TakeoverError> {
         let members = || self.roster.ranks.values().filter_map(|entry| entry.member.as_ref());
         let is_member = |name: &&String| members().any(|member| member.node == **name);
-        if let Some(name) = self.unreadable.iter().find(is_member).filter(|_| !request.force) {
+        if let Some(name) = self.unusable.keys().find(is_member).filter(|_| !request.force) {
             return Err(TakeoverError::Unreadable(name.clone()));
         }
         match refusal(&self.observed(), &self.roster, lead, request) {

@@ -16,7 +16,7 @@ use crate::{
     settings::{pending, settings},
     tree::is_deep,
 };
-use api::{FailedLeads, FluxNodeStatus, LARGEST, Roster, packed};
+use api::{Adopted, FailedLeads, MOST_BELIEVED, Roster, packed};
 use base::words::many;
 
 /// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes
@@ -32,13 +32,12 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's copy has every member, because no broker starts before the lead has applied the roster that names it.
     let copies = seen.reports.iter().filter_map(|(node, status)| Some((node, status.roster.as_deref()?)));
     let copies = copies.filter_map(|(node, field)| Some((node, Roster::parse(&packed::from_field(field)?).ok()?)));
-    // Whoever forges a number that has hardly a next one would have a roster made that can't be read.
-    let is_far_below = |copy: &Roster| copy.epoch.max(copy.revision) < LARGEST / 2;
-    let own = copies.filter(|(_, copy)| copy.instance_uid == seen.instance_uid && is_far_below(copy));
+    let is_believed = |copy: &Roster| copy.epoch.max(copy.revision) <= MOST_BELIEVED;
+    let own = copies.filter(|(_, copy)| copy.instance_uid == seen.instance_uid && is_believed(copy));
+    let status_epoch = Some(seen.status.epoch).filter(|epoch| *epoch <= MOST_BELIEVED).unwrap_or_default();
+    let newest = newest_broker(seen);
     // A host that led before another node took over has the names and the queue of an epoch that is over.
-    let adopted = seen.reports.values().filter_map(|status| status.adopted.as_ref());
-    let running = adopted.filter(|adopted| is_of_instance(seen, adopted)).map(|adopted| adopted.epoch);
-    let last_epoch = running.fold(seen.status.epoch, u64::max);
+    let last_epoch = newest.map_or(status_epoch, |(_, broker)| broker.epoch.max(status_epoch));
     let own = own.filter(|(_, copy)| copy.epoch >= last_epoch);
     // Any agent can forge the copy in its own FluxNode, so the copy of the last known lead wins.
     let is_leads = |node: &String| seen.status.lead.as_ref() == Some(node);
@@ -54,9 +53,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         drain(seen, &members, &mut copy);
         return Decision::Write(Box::new(copy));
     }
-    let runs = |status: &FluxNodeStatus| status.adopted.as_ref().is_some_and(|adopted| is_of_instance(seen, adopted));
-    let running = seen.reports.iter().find(|(_, status)| runs(status));
-    if running.is_none() && seen.status.instance_id.is_none() {
+    if newest.is_none() && seen.status.instance_id.is_none() {
         return first_roster(seen, seen.fresh_id, 1, None, FailedLeads::default());
     }
     let silent = seen.nodes.iter().filter(|node| node.ready && !seen.reports.contains_key(&node.name)).count();
@@ -66,23 +63,27 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
             many(silent as u64, "node")
         ));
     }
-    match (running, &seen.status.instance_id, &seen.status.lead) {
+    match (newest, &seen.status.instance_id, &seen.status.lead) {
         (Some(_), _, _) if seen.waited < REPORTS_TIMEOUT => {
             Decision::Wait("the roster is gone: waiting for the lead's agent to report its copy".to_owned())
         }
         // Without the lead's table of names, a rank given out now could be refused by the lead or belong to another
         // node.
-        (Some((node, _)), _, _) => Decision::Wait(format!(
-            "the roster is gone and the lead's agent has not reported its copy, but a broker runs on node {node}: bring the \
-             lead's node back, or stop all brokers (if a node is gone for good, delete its FluxNode)"
+        (Some((node, Adopted { epoch, .. })), _, _) => Decision::Wait(format!(
+            "the roster is gone and the lead's agent has not reported its copy, but node {node} reports that a broker of epoch {epoch} \
+             runs there: bring the lead's node back, or stop all brokers (if {node} is gone for good, or was never in that \
+             epoch, delete its FluxNode)"
         )),
-        (None, Some(id), Some(lead)) => {
-            first_roster(seen, id, seen.status.epoch.saturating_add(1), Some(lead), FailedLeads::default())
-        }
-        (None, _, _) => {
-            first_roster(seen, seen.fresh_id, seen.status.epoch.saturating_add(1), None, FailedLeads::default())
-        }
+        (None, Some(id), Some(lead)) => first_roster(seen, id, status_epoch + 1, Some(lead), FailedLeads::default()),
+        (None, _, _) => first_roster(seen, seen.fresh_id, status_epoch + 1, None, FailedLeads::default()),
     }
+}
+
+/// The broker of the latest epoch among those of this instance that agents report as running, and its node.
+fn newest_broker<'a>(seen: &Observed<'a>) -> Option<(&'a String, &'a Adopted)> {
+    let adopted = seen.reports.iter().filter_map(|(node, status)| Some((node, status.adopted.as_ref()?)));
+    let ours = adopted.filter(|(_, broker)| is_of_instance(seen, broker) && broker.epoch <= MOST_BELIEVED);
+    ours.max_by_key(|(_, broker)| broker.epoch)
 }
 
 /// Makes a roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of

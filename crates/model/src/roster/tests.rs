@@ -2,7 +2,7 @@ use crate::{
     eligibility::{Cpu, NodeView},
     lead::LEAD_PATIENCE,
     members::{Planned, rank_of},
-    observed::DEFAULT_RETAIN_SECS,
+    observed::{DEFAULT_RETAIN_SECS, Unusable},
     project::project,
     roster::first::REPORTS_TIMEOUT,
     tree::parent,
@@ -31,6 +31,7 @@ pub(crate) struct World {
     pub restart_word: Option<&'static str>,
     pub digest: &'static str,
     pub agentless: BTreeMap<String, String>,
+    pub unusable: BTreeMap<String, Unusable>,
 }
 
 impl World {
@@ -47,6 +48,7 @@ impl World {
             restart_word: None,
             digest: "digest",
             agentless: BTreeMap::new(),
+            unusable: BTreeMap::new(),
         };
         (1..=count).for_each(|number| world.add(&format!("node{number}"), number));
         world
@@ -123,6 +125,7 @@ impl World {
             restart_word: self.restart_word,
             fresh_id: "fresh",
             agentless: &self.agentless,
+            unusable: &self.unusable,
         }
     }
 
@@ -458,13 +461,53 @@ fn a_lost_roster_is_not_restored_from_a_former_leads_copy() {
 }
 
 #[test]
+fn a_node_that_claims_a_later_epoch_is_named_while_it_keeps_a_lost_roster_away() {
+    let mut world = World::up(3);
+    let lost = world.roster.take().unwrap();
+    world.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+    world.waited = REPORTS_TIMEOUT;
+    world.reports.get_mut("node2").unwrap().adopted.as_mut().unwrap().epoch = 1_000_000;
+    let named = "node node2 reports that a broker of epoch 1000000 runs there";
+    assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains(named)));
+    world.reports.remove("node2");
+    world.settle();
+    assert_eq!(world.roster.unwrap().epoch, lost.epoch);
+}
+
+#[test]
+fn no_forged_number_leads_to_a_roster_that_can_not_be_read() {
+    let read = |world: &World| Roster::parse(&serde_json::to_string(world.roster.as_ref().unwrap()).unwrap()).unwrap();
+    for forged in [1 << 53, (1 << 52) + 1, u64::MAX] {
+        let mut world = World::up(2);
+        let lost = world.roster.take().unwrap();
+        let copy = Roster { epoch: forged, revision: forged, ranks: BTreeMap::new(), ..lost.clone() };
+        world.status.epoch = forged;
+        let captured = world.reports.get_mut("node2").unwrap();
+        captured.adopted.as_mut().unwrap().epoch = forged;
+        captured.roster = Some(serde_json::to_string(&copy).unwrap());
+        world.waited = REPORTS_TIMEOUT;
+        let mut idle = world;
+        idle.reports.get_mut("node1").unwrap().roster = Some(serde_json::to_string(&lost).unwrap());
+        idle.settle();
+        assert_eq!((read(&idle).epoch, read(&idle).ranks), (lost.epoch, lost.ranks), "{forged}");
+        // Nobody has a copy, and no broker runs.
+        idle.roster = None;
+        idle.reports.values_mut().for_each(|report| (report.adopted, report.roster) = (None, None));
+        idle.settle();
+        assert_eq!(read(&idle).epoch, 1, "{forged}");
+    }
+}
+
+#[test]
 fn without_a_roster_no_rank_is_given_out_while_brokers_run_or_agents_are_silent() {
     let mut world = World::up(2);
     world.roster = None;
     world.reports.remove("node2");
     assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains("waiting for the agents of 1")));
     world.waited = REPORTS_TIMEOUT;
-    assert!(matches!(world.settle(), Decision::Wait(reason) if reason.contains("a broker runs on node node1")));
+    assert!(
+        matches!(world.settle(), Decision::Wait(reason) if reason.contains("node node1 reports that a broker of epoch 1 runs there"))
+    );
     world.reports.values_mut().for_each(|report| report.adopted = None);
     world.settle();
     let roster = world.roster.unwrap();

@@ -1,0 +1,83 @@
+//! How large a roster that is read may be. Whoever has an agent's token may write any, and it must not take its readers' memory.
+
+use std::{collections::BTreeMap, fmt};
+
+use serde::{
+    Deserializer,
+    de::{Error, MapAccess, Visitor},
+};
+
+use super::{MOST_RANKS, Rank, RosterEntry};
+
+/// Most ids of cores and GPUs in all ranks together: 1024 for each rank of the largest instance.
+const MOST_DECLARED: u64 = 1 << 24;
+
+/// Reads ranks one by one, and fails at the first that no instance can have, or once all together name more than [`MOST_DECLARED`] ids.
+pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<Rank, RosterEntry>, D::Error> {
+    struct Ranks;
+    impl<'de> Visitor<'de> for Ranks {
+        type Value = BTreeMap<Rank, RosterEntry>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("ranks")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+            let (mut ranks, mut declared) = (BTreeMap::new(), 0);
+            while let Some((rank, entry)) = map.next_entry::<Rank, RosterEntry>()? {
+                if rank >= MOST_RANKS {
+                    return Err(A::Error::custom(format!("rank {rank} is not below {MOST_RANKS}")));
+                }
+                declared += entry.size();
+                if declared > MOST_DECLARED {
+                    return Err(A::Error::custom(format!(
+                        "the ranks declare more than {MOST_DECLARED} cores and GPUs"
+                    )));
+                }
+                ranks.insert(rank, entry);
+            }
+            Ok(ranks)
+        }
+    }
+    deserializer.deserialize_map(Ranks)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use serde_json::{Value, json};
+
+    use crate::Roster;
+
+    #[test]
+    fn what_would_take_a_readers_memory_is_no_roster() {
+        let settings = json!({
+            "maxSize": 16384, "topology": "", "port": 8050, "digest": "", "certificate": "", "runAs": "", "config": "",
+            "cpuWeight": 100, "checkpointPeriod": "",
+        });
+        let largest = json!({
+            "format": 2, "instanceUID": "", "instanceID": "", "established": true, "epoch": 1, "revision": 1,
+            "settings": settings, "ranks": {"16383": {"brokerName": "", "revision": 1}},
+        });
+        let with = |pointer: &str, value: Value| {
+            let mut roster = largest.clone();
+            *roster.pointer_mut(pointer).unwrap() = value;
+            Roster::parse(&roster.to_string()).map_err(|error| error.source().unwrap().to_string())
+        };
+        assert!(with("/epoch", json!(1)).is_ok());
+        let entry = |cores: u32, left_out: &str| json!({"brokerName": "", "revision": 1, "resources": {"cores": cores, "leftOut": left_out}});
+        let many = |entry: Value| Value::Object((0..300).map(|rank: u32| (rank.to_string(), entry.clone())).collect());
+        for (pointer, value, said) in [
+            ("/settings/maxSize", json!(u32::MAX), "4294967295 is more than 16384"),
+            ("/epoch", json!(i64::MAX), "9223372036854775807 is more than 9007199254740992"),
+            ("/revision", json!(u64::MAX), "is more than"),
+            ("/ranks", json!({"16384": entry(1, "")}), "rank 16384 is not below 16384"),
+            ("/ranks", many(entry(65536, "")), "the ranks declare more than 16777216 cores"),
+            ("/ranks", many(entry(1, "0-65535")), "the ranks declare more than 16777216 cores"),
+        ] {
+            let refused = with(pointer, value).unwrap_err();
+            assert!(refused.contains(said), "{pointer}: {refused}");
+        }
+    }
+}
