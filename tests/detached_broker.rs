@@ -287,6 +287,31 @@ fn a_broker_runs_as_its_user_in_a_rundir_of_its_own() {
     assert_eq!((rundir.uid(), rundir.mode() & 0o777), (54321, 0o755));
 }
 
+/// A directory in the place of the socket would end each start of Flux.
+#[test]
+fn what_another_user_left_in_the_rundir_keeps_no_broker_from_starting() {
+    let Some(bed) = Bed::new("left") else { return };
+    let rundir = &bed.places.broker_run_dir;
+    fs::create_dir_all(rundir.join("local/x")).unwrap();
+    std::os::unix::fs::chown(rundir, Some(1234), None).unwrap();
+    bed.start(&bed.order(&["/bin/sleep", "1000"], "54321"));
+    assert_eq!((fs::metadata(rundir).unwrap().uid(), fs::read_dir(rundir).unwrap().count()), (54321, 0));
+}
+
+#[test]
+fn processes_that_fork_faster_than_they_are_listed_keep_no_broker_from_being_stopped() {
+    let Some(bed) = Bed::new("chains") else { return };
+    // Each has two children and ends, or waits for a moment if there are 100 of them.
+    let many = "if (!fork) { while (1) { my $one = fork; next if defined $one && !$one; my $two = fork; next if defined $two && !$two; \
+                exit if $one || $two; select(undef, undef, undef, 0.0005) } } sleep 1000";
+    let limited = ["/bin/sh", "-c", "ulimit -p 100; exec perl -e \"$0\"", many];
+    bed.start(&bed.order(&limited, "54321"));
+    std::thread::sleep(Duration::from_millis(200));
+    bed.stop();
+    bed.places.forget().unwrap();
+    assert_eq!(bed.cgroups_that_are_there(), Vec::<PathBuf>::new());
+}
+
 #[test]
 fn what_the_last_brokers_user_mounted_over_its_rundir_keeps_no_broker_from_starting() {
     if skips_without([Need::Fuse]) {

@@ -90,24 +90,38 @@ async fn an_agents_token_makes_no_object_too_slow_to_be_written() {
     made.metadata.managed_fields = serde_json::from_value(forged).unwrap();
     forbidden(instances.create(&dry, &made).await, "a FluxInstance");
 
-    let forged = many("distribute.flux-framework.org/v1alpha1", json!({"f:status": {"f:message": {}}}));
-    let forged = Patch::Merge(json!({"metadata": {"managedFields": forged}, "status": {"message": "x"}}));
     case.create(no_nodes()).await;
-    forbidden(instances.patch_status(INSTANCE, &patch_params(), &forged).await, "the status of a FluxInstance");
+    let fields = json!({"f:status": {"f:message": {}}});
+    let forged = json!(many("distribute.flux-framework.org/v1alpha1", fields));
+    let answer = not_overtaken(async || {
+        let mut instance = instances.get(INSTANCE).await?;
+        instance.metadata.managed_fields = serde_json::from_value(forged.clone()).unwrap();
+        instance.data["status"]["message"] = json!("x");
+        instances.replace_status(INSTANCE, &PostParams::default(), &instance).await
+    });
+    forbidden(answer.await, "the status of a FluxInstance");
 
     let forged = many("coordination.k8s.io/v1", json!({"f:spec": {"f:holderIdentity": {}}}));
     forbidden(forge_the_lease(&client, &forged).await, "the Lease");
 }
 
-/// What the API server answers if the Lease is given these managers. The planner renews it meanwhile.
+/// What the API server answers if the Lease is given these managers.
 async fn forge_the_lease(client: &Client, forged: &[Value]) -> Result<Lease, kube::Error> {
     let leases = Api::<Lease>::namespaced(client.clone(), NAMESPACE);
-    let mut last = None;
-    until_true("a change of the Lease that is not overtaken", async || {
-        let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
+    not_overtaken(async || {
+        let mut lease = leases.get(LEASE_PLANNER).await?;
         lease.metadata.managed_fields = serde_json::from_value(json!(forged)).unwrap();
-        let answer = leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await;
-        let is_overtaken = matches!(&answer, Err(kube::Error::Api(status)) if status.code == 409);
+        leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await
+    })
+    .await
+}
+
+/// What the API server answers to a change of an object that will be there and that the planner writes, too.
+async fn not_overtaken<T>(change: impl AsyncFn() -> Result<T, kube::Error>) -> Result<T, kube::Error> {
+    let mut last = None;
+    until_true("a change that is not overtaken", async || {
+        let answer = change().await;
+        let is_overtaken = matches!(&answer, Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409));
         last = Some(answer);
         !is_overtaken
     })
@@ -271,7 +285,6 @@ async fn managers_that_are_nested_too_deeply_to_be_read_stop_no_planner() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_time_that_can_not_be_represented_stops_no_planner() {
-    const LATEST: &str = "9999-12-31T23:59:59.000000Z";
     let Some(case) = Case::with_api(1, "real").await else { return };
     case.create(no_nodes()).await;
     let client = agent(&case).await;
@@ -285,18 +298,24 @@ async fn a_time_that_can_not_be_represented_stops_no_planner() {
     // In the Lease, by an agent's token.
     let kind = ApiResource::erase::<Lease>(&());
     let leases = Api::<DynamicObject>::namespaced_with(client, NAMESPACE, &kind);
-    until_true("a Lease with such a time", async || {
-        let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
-        lease.data["spec"]["renewTime"] = json!(LATEST);
-        leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await.is_ok()
-    })
-    .await;
-    // A planner that begins has to read both.
-    case.cluster.must(&["agent", "node1", "kill"]);
-    until_true("a planner that renews it", async || {
-        leases.get(LEASE_PLANNER).await.unwrap().data["spec"]["renewTime"] != LATEST
-    })
-    .await;
+    for time in ["9999-12-31T23:59:59.000000Z", "9999-12-31T23:59:59.000000-14:00", "0000-01-01T00:00:00.000000+14:00"]
+    {
+        let mut served = Value::Null;
+        until_true("a Lease with such a time", async || {
+            let Ok(mut lease) = leases.get(LEASE_PLANNER).await else { return false };
+            lease.data["spec"]["renewTime"] = json!(time);
+            let Ok(written) = leases.replace(LEASE_PLANNER, &PostParams::default(), &lease).await else { return false };
+            served = written.data["spec"]["renewTime"].clone();
+            true
+        })
+        .await;
+        // A planner that begins has to read it, and the Node.
+        case.cluster.must(&["agent", "node1", "kill"]);
+        until_true("a planner that renews it", async || {
+            leases.get(LEASE_PLANNER).await.unwrap().data["spec"]["renewTime"] != served
+        })
+        .await;
+    }
     case.patch(json!({"maxSize": 7})).await;
     until_true("a planner that plans", async || {
         let instance = Api::<FluxInstance>::namespaced(case.client.clone(), NAMESPACE).get(INSTANCE).await.unwrap();

@@ -87,7 +87,9 @@ async fn an_older_planner_lists_all_flux_nodes_beside_one_of_a_newer_build() {
     case.until("node1", "told again", |node: &FluxNode| node.uid() != old && is_told(node)).await;
     case.until(INSTANCE, "a condition for the FluxNode that it can't read", |flux: &FluxInstance| {
         let unusable = flux.status.as_ref().and_then(|status| status.holding(CONDITION_FLUX_NODES_UNUSABLE));
-        unusable.is_some_and(|found| found.reason == "FluxNodeNotRead" && found.message.starts_with("retyped: "))
+        unusable.is_some_and(|found| {
+            found.reason == "FluxNodeNotRead" && found.message.contains("can't read FluxNode retyped, ")
+        })
     })
     .await;
     for name in ["newer", "retyped"] {

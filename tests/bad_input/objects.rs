@@ -182,8 +182,9 @@ async fn a_flux_node_that_can_not_be_written_is_named_and_stops_no_planner() {
     let instances = Api::<FluxInstance>::namespaced(case.client.clone(), NAMESPACE);
     until_true("the planner to name it", async || {
         let status = instances.get(INSTANCE).await.unwrap().status.unwrap_or_default();
-        let is_named =
-            |message: &str| message.contains("spec of FluxNode node9: ") && message.contains("delete the FluxNode");
+        let is_named = |message: &str| {
+            message.contains("spec of FluxNode node9: ") && message.contains("can't change FluxNode node9 (")
+        };
         let unusable = status.holding(CONDITION_FLUX_NODES_UNUSABLE);
         unusable.is_some_and(|found| found.reason == "FluxNodeNotWritten" && is_named(&found.message))
     })

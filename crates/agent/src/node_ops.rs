@@ -26,7 +26,7 @@ use host::{
     opening::open_plain_below,
     port::{is_port_taken, port_taken},
     state,
-    users::resolve_on_host,
+    users::resolve_from_pod,
 };
 use hostapi::{
     Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
@@ -189,7 +189,7 @@ impl NodeOps {
         let environment = state::environment(&preflight.prefix, &roster.settings.digest);
         let copy =
             serde_json::to_string(roster).map_err(|source| StepError::Serialize { what: "the roster", source })?;
-        let owner = resolve_on_host(&roster.settings.run_as).map_err(HostError::Refused)?;
+        let owner = resolve_from_pod(&roster.settings.run_as).map_err(HostError::Refused)?;
         let mut files = vec![
             file("etc/broker.toml", broker_toml.clone(), 0o644, false),
             file(CERTIFICATE, certificate.text().to_owned(), 0o600, true),

@@ -29,7 +29,7 @@ pub use idset::*;
 pub use instance::*;
 pub use instance_status::*;
 pub use node::*;
-pub use numbers::MOST_BELIEVED;
+pub use numbers::is_believable;
 pub use packages::*;
 pub use resources::*;
 pub use roster::*;

@@ -1,6 +1,8 @@
 //! Numbers in our objects. The API server does not know Rust's unsigned formats, and takes larger numbers than their types can hold. One
 //! of them would make the whole object unreadable.
 
+use std::fmt::Display;
+
 use schemars::Schema;
 use serde::{Deserialize, Deserializer, de::Error};
 use serde_json::Value;
@@ -8,17 +10,25 @@ use serde_json::Value;
 /// The largest integer that every program reads exactly from JSON (RFC 8259, section 6). Our counts stay far below.
 pub(crate) const LARGEST: u64 = 1 << 53;
 
-/// The largest count to go on from where a captured agent may have written it: whoever forges a number that has hardly a next one
-/// would have a roster made that nobody can read.
-pub const MOST_BELIEVED: u64 = LARGEST / 2;
+/// True if the planner may count on from this epoch or revision. An agent's token can write any number into a report; from one close to
+/// [`LARGEST`], the planner would soon come to a roster that no program reads.
+pub fn is_believable(number: u64) -> bool {
+    number <= LARGEST / 2
+}
 
-/// Reads a number that is no larger than `MOST`.
-pub(crate) fn at_most<'de, const MOST: u64, T: TryFrom<u64>, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<T, D::Error> {
-    let number = u64::deserialize(deserializer)?;
-    let within = T::try_from(number).ok().filter(|_| number <= MOST);
-    within.ok_or_else(|| D::Error::custom(format!("{number} is more than {MOST}")))
+/// Reads an epoch or revision that is no larger than [`LARGEST`].
+pub(crate) fn count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    at_most("an epoch or revision", LARGEST, deserializer)
+}
+
+/// Reads a number that is no larger than `most`.
+pub(crate) fn at_most<'de, T, D>(what: &str, most: T, deserializer: D) -> Result<T, D::Error>
+where
+    T: Deserialize<'de> + PartialOrd + Display,
+    D: Deserializer<'de>,
+{
+    let number = T::deserialize(deserializer)?;
+    if number > most { Err(D::Error::custom(format!("{what} is {number}, more than {most}"))) } else { Ok(number) }
 }
 
 /// Has the API server refuse larger numbers in a schema than its type can hold.
@@ -27,6 +37,7 @@ pub(crate) fn within_type(schema: &mut Schema) {
         Some("uint8") => u64::from(u8::MAX),
         Some("uint16") => u64::from(u16::MAX),
         Some("uint32") => u64::from(u32::MAX),
+        Some("int32") => u64::from(i32::MAX.unsigned_abs()),
         Some("uint64" | "int64") => LARGEST,
         _ => return,
     };
@@ -44,7 +55,7 @@ mod tests {
     fn unlimited(value: &Value) -> usize {
         match value {
             Value::Object(fields) => {
-                let formats = ["uint8", "uint16", "uint32", "uint64", "int64"];
+                let formats = ["uint8", "uint16", "uint32", "uint64", "int32", "int64"];
                 let is_ours = formats.iter().any(|format| fields.get("format") == Some(&json!(format)));
                 let own = usize::from(is_ours && !fields.contains_key("maximum"));
                 own + fields.values().map(unlimited).sum::<usize>()

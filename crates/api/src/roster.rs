@@ -7,11 +7,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    Declared, Resources,
-    instance::MOST_RANKS,
-    numbers::{self, LARGEST},
-};
+use super::{Declared, Resources, numbers};
 
 /// The format in which this version begins an epoch; an agent that is older than the roster does nothing and says so. An epoch
 /// keeps the format that it began with, because the format also says under which names Flux knows the members: see
@@ -38,10 +34,10 @@ pub struct Roster {
     /// The lead was online once: nothing of this roster may be thrown away any more.
     pub established: bool,
     /// Counts the coordinated starts.
-    #[serde(deserialize_with = "numbers::at_most::<LARGEST, _, _>")]
+    #[serde(deserialize_with = "numbers::count")]
     pub epoch: u64,
     /// Counts every change of this object.
-    #[serde(deserialize_with = "numbers::at_most::<LARGEST, _, _>")]
+    #[serde(deserialize_with = "numbers::count")]
     pub revision: u64,
     /// What Flux reads only at start, fixed within the epoch.
     pub settings: EpochSettings,
@@ -128,7 +124,7 @@ pub enum RosterError {
 #[serde(rename_all = "camelCase")]
 pub struct EpochSettings {
     /// Declared ranks.
-    #[serde(deserialize_with = "numbers::at_most::<{ MOST_RANKS as u64 }, _, _>")]
+    #[serde(deserialize_with = "bounds::max_size")]
     pub max_size: u32,
     /// `tbon.topo`.
     pub topology: String,
@@ -272,10 +268,10 @@ impl RosterEntry {
         self.resources.as_ref().is_some_and(|declared| declared.excluded)
     }
 
-    /// How many ids of cores and GPUs it names: what it costs to keep.
-    pub fn size(&self) -> u64 {
-        let size = |found: &Declared| u64::from(found.cores) + u64::from(found.gpus) + found.left_out.len() as u64;
-        self.resources.as_ref().map_or(0, size)
+    /// How many ids of cores and GPUs it holds, those that are left out counted again: what it costs in memory.
+    pub fn declared_ids(&self) -> u64 {
+        let ids = |found: &Declared| u64::from(found.cores) + u64::from(found.gpus) + found.left_out.len() as u64;
+        self.resources.as_ref().map_or(0, ids)
     }
 
     /// Removes the member and what belongs to it; what the rank declares stays.

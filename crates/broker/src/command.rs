@@ -193,9 +193,9 @@ const LEAD_SILENT: &str = "flux-connect.sh: the broker of rank 0 does not answer
                            FluxInstance's message says what is wrong: kubectl -n flux-distribute get fxi, in local mode \
                            flux-distribute local status";
 
-/// The connect script for users of the host. Only the brokers' owner may use the instance, so root becomes that owner, `uid` with its
-/// primary group `gid`. The script asks nobody for them: its user can have put whatever is at the brokers' rundir, and the host's name
-/// service may know another user of that name.
+/// The connect script for users of the host. Only the brokers' owner may use the instance, so root becomes that owner: `uid` with
+/// primary group `gid`. The script must not look them up: the owner controls what is at the brokers' rundir, and the host's name
+/// service may map the owner's name to another user. Root's environment stays with root: any job of the owner can read the shell's.
 /// The script prints a greeting only before an interactive shell, not before a command's output.
 pub fn connect_script(environment: &Path, uid: u32, gid: u32) -> String {
     let bin = environment.join("bin");
@@ -203,9 +203,10 @@ pub fn connect_script(environment: &Path, uid: u32, gid: u32) -> String {
     let ping = PING_LEAD.join(" ");
     let become_owner = match uid {
         0 => String::new(),
-        _ => {
-            format!("[ \"$(id -u)\" != 0 ] || exec setpriv --reuid {uid} --regid {gid} --clear-groups \"$0\" \"$@\"\n")
-        }
+        _ => format!(
+            "[ \"$(id -u)\" != 0 ] || exec env -i HOME=/ LANG=\"${{LANG-}}\" PATH=\"$PATH\" TERM=\"${{TERM-}}\" \\\n    \
+             setpriv --reuid {uid} --regid {gid} --clear-groups \"$0\" \"$@\"\n"
+        ),
     };
     format!(
         "{CONNECT_HEADER}, or runs a command in it: flux-connect.sh [COMMAND...]\n\
@@ -307,7 +308,7 @@ mod tests {
         }
     }
 
-    /// Only root becomes another user, and asks nothing on the host which one: that user can cover the rundir.
+    /// Root becomes the user whose numbers the script has. The script looks up nothing on the host: that user can cover the rundir.
     #[test]
     fn root_becomes_the_brokers_owner_without_a_look_at_what_that_user_can_cover() {
         let directory = tempfile::tempdir().unwrap();
@@ -318,7 +319,7 @@ mod tests {
         };
         std::fs::create_dir(at("bin")).unwrap();
         program("bin/flux", "[ $1 = ping ] || echo ran $1");
-        program("setpriv", "echo setpriv $1 $2 $3 $4 $5");
+        program("setpriv", "echo setpriv $1 $2 $3 $4 $5 ${SECRET-}");
         for (user, (uid, gid), said) in [
             (0, (998, 997), "setpriv --reuid 998 --regid 997 --clear-groups\n"),
             (0, (0, 0), "ran jobs\n"),
@@ -333,7 +334,7 @@ mod tests {
             let mut script = std::process::Command::new("/bin/sh");
             script.arg(at("flux-connect.sh")).args(["flux", "jobs"]);
             let path = format!("{}:{}", directory.path().display(), HOST_PATH);
-            let output = script.env("PATH", path).output().unwrap();
+            let output = script.env("PATH", path).env("SECRET", "of root").output().unwrap();
             assert_eq!(String::from_utf8(output.stdout).unwrap(), said, "{user} {uid}");
         }
     }

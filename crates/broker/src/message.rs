@@ -82,6 +82,9 @@ pub enum DecodeError {
     /// See [`MAX_FRAME`].
     #[error("a frame of {0} bytes is larger than the limit")]
     TooLarge(usize),
+    /// See [`has_too_many_values`].
+    #[error("an answer has more values than any of Flux")]
+    TooManyValues,
     /// A part reaches beyond the frame, or is missing.
     #[error("a frame is cut short")]
     Truncated,
@@ -178,7 +181,19 @@ pub fn parts(mut bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
     Ok(parts)
 }
 
+/// True if JSON of this size has more values than any answer of Flux, where a value takes some 20 bytes: each of them takes 72 bytes of
+/// memory once it is parsed, which must not be a multiple of what was received.
+pub fn has_too_many_values(json: &[u8]) -> bool {
+    const FEW: usize = 1 << 18;
+    json.split(|byte| *byte == b',').count() > FEW + json.len() / 12
+}
+
 impl Message {
+    /// Size of the payload in bytes.
+    pub fn size(&self) -> usize {
+        self.payload.as_ref().map_or(0, Vec::len)
+    }
+
     /// Decodes the bytes after the preamble.
     ///
     /// # Errors
@@ -308,6 +323,15 @@ mod tests {
         assert_eq!(frame_length([0xff, 0xee, 0, 0x12, 0, 0, 0, 1]), Err(DecodeError::Magic));
         let huge = [0x12, 0, 0xee, 0xff, 0xff, 0xff, 0xff, 0xff];
         assert_eq!(frame_length(huge), Err(DecodeError::TooLarge(0xffff_ffff)));
+    }
+
+    #[test]
+    fn an_answer_that_would_take_a_multiple_of_its_size_is_not_parsed() {
+        let ranks = |count: u32| json!({"ranks": (0..count).collect::<Vec<_>>()}).to_string();
+        assert!(!has_too_many_values(ranks(16384).as_bytes()));
+        let vertex = json!({"id": "1", "metadata": {"type": "core", "id": 0, "rank": 0, "paths": {"containment": "/c0/n0/core0"}}});
+        assert!(!has_too_many_values(json!({"nodes": vec![vertex; 100_000]}).to_string().as_bytes()));
+        assert!(has_too_many_values(format!("[{}0]", "0,".repeat(1 << 20)).as_bytes()));
     }
 
     #[test]

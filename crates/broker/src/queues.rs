@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use super::{
     job_id::JobId,
-    message::{ANY, ENOENT, LEAD},
+    message::{ANY, DecodeError, ENOENT, LEAD},
     rfc3::{Client, RpcError},
     status::{LEAD_TIMEOUT, attribute, parse, state},
 };
@@ -316,13 +316,17 @@ async fn switch(client: &Client, queues: &[Queue], order: &Value) -> Result<(), 
 }
 
 /// The names of the named queues.
+/// Most queues that an instance may have: each costs a request.
+const MOST_QUEUES: usize = 1000;
+
 async fn names(client: &Client) -> Result<Vec<String>, RpcError> {
     #[derive(Deserialize)]
     struct Queues {
         queues: Vec<String>,
     }
     let topic = "job-manager.queue-list";
-    Ok(parse::<Queues>(topic, ask(client, topic, Value::Null).await?)?.queues)
+    let names = parse::<Queues>(topic, ask(client, topic, Value::Null).await?)?.queues;
+    if names.len() > MOST_QUEUES { Err(DecodeError::TooManyValues.into()) } else { Ok(names) }
 }
 
 async fn ask(client: &Client, topic: &str, payload: Value) -> Result<Value, RpcError> {

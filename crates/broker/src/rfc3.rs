@@ -24,7 +24,9 @@ use tokio::{
     time::{timeout, timeout_at},
 };
 
-use super::message::{ANY, DecodeError, ENODATA, Message, NO_RESPONSE, PREAMBLE, Request, frame_length};
+use super::message::{
+    ANY, DecodeError, ENODATA, MAX_FRAME, Message, NO_RESPONSE, PREAMBLE, Request, frame_length, has_too_many_values,
+};
 use host::trust::own_uid;
 
 /// A broker answers within milliseconds; a request to a lead that is gone is never answered.
@@ -95,10 +97,16 @@ impl RpcError {
 
 type Answers = mpsc::UnboundedSender<Message>;
 
+/// Most bytes of answers that nobody has taken yet, of one connection. Whoever is the brokers' user can put another program behind the
+/// socket, which must not take the agent's memory.
+const MOST_QUEUED: usize = 2 * MAX_FRAME;
+
 #[derive(Default)]
 struct Waiting {
     last_tag: u32,
     by_tag: HashMap<u32, Answers>,
+    /// Bytes of payloads in all of `by_tag`.
+    queued: usize,
     closed: bool,
 }
 
@@ -134,6 +142,15 @@ impl Shared {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Passes an answer to the call that waits for it. False if too much has not been taken yet.
+    fn pass(&self, message: Message) -> bool {
+        let mut waiting = self.lock();
+        let Some(answers) = waiting.by_tag.get(&message.matchtag).cloned() else { return true };
+        waiting.queued += message.size();
+        let _ = answers.send(message);
+        waiting.queued <= MOST_QUEUED
+    }
+
     fn expect(&self) -> Result<Call, RpcError> {
         let (sender, answers) = mpsc::unbounded_channel();
         let mut waiting = self.lock();
@@ -160,9 +177,23 @@ struct Call {
     shared: Shared,
 }
 
+impl Call {
+    /// The next answer; None if the connection has ended.
+    async fn next(&mut self) -> Option<Message> {
+        let message = self.answers.recv().await?;
+        self.shared.lock().queued -= message.size();
+        Some(message)
+    }
+}
+
 impl Drop for Call {
     fn drop(&mut self) {
-        self.shared.lock().by_tag.remove(&self.tag);
+        let mut waiting = self.shared.lock();
+        // Nothing more comes after this.
+        waiting.by_tag.remove(&self.tag);
+        while let Ok(message) = self.answers.try_recv() {
+            waiting.queued -= message.size();
+        }
     }
 }
 
@@ -239,7 +270,7 @@ impl Client {
     ) -> Result<Value, RpcError> {
         let deadline = tokio::time::Instant::now() + limit;
         let mut call = self.send(topic, nodeid, &payload, false)?;
-        match timeout_at(deadline, call.answers.recv()).await {
+        match timeout_at(deadline, call.next()).await {
             Err(_) => Err(RpcError::Timeout { topic: topic.to_owned(), seconds: limit.as_secs() }),
             Ok(None) => Err(RpcError::Closed),
             Ok(Some(message)) => value_of(message),
@@ -260,7 +291,7 @@ impl Client {
         let call = self.send(topic, nodeid, payload, true)?;
         Ok(Box::pin(futures::stream::unfold(Some(call), |call| async move {
             let mut call = call?;
-            match call.answers.recv().await {
+            match call.next().await {
                 None => Some((Err(RpcError::Closed), None)),
                 Some(message) if message.errnum == ENODATA => None,
                 Some(message) => match value_of(message) {
@@ -335,8 +366,9 @@ async fn read_all(mut reader: OwnedReadHalf, shared: &Shared, events: &broadcast
         if !message.is_response {
             // Fails if there is no receiver, which is fine.
             let _ = events.send(message.topic);
-        } else if let Some(answers) = shared.lock().by_tag.get(&message.matchtag) {
-            let _ = answers.send(message);
+        } else if !shared.pass(message) {
+            tracing::warn!("closing the connection to the broker, which answers more than was asked");
+            return;
         }
     }
 }
@@ -359,11 +391,39 @@ fn value_of(message: Message) -> Result<Value, RpcError> {
     let Message { topic, errnum, payload, .. } = message;
     match (errnum, payload) {
         (0, None) => Ok(Value::Null),
+        (0, Some(json)) if has_too_many_values(&json) => Err(DecodeError::TooManyValues.into()),
         (0, Some(json)) => serde_json::from_slice(&json).map_err(|source| RpcError::Payload { topic, source }),
         (errnum, payload) => {
             let words = payload.map(|text| String::from_utf8_lossy(&text).into_owned()).filter(|text| !text.is_empty());
             let errno = || io::Error::from_raw_os_error(errnum.cast_signed()).to_string();
             Err(RpcError::Service { topic, errnum, text: words.unwrap_or_else(errno) })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn answers_that_nobody_takes_are_not_kept_without_end() {
+        let shared = Shared::default();
+        let mut call = shared.expect().unwrap();
+        let answer = |size: usize| Message {
+            is_response: true,
+            matchtag: call.tag,
+            errnum: 0,
+            topic: String::new(),
+            payload: Some(vec![0; size]),
+        };
+        let (half, one) = (answer(MOST_QUEUED / 2), answer(1));
+        assert!(shared.pass(half.clone()) && shared.pass(half.clone()) && !shared.pass(one.clone()));
+        // What has been taken makes room.
+        call.next().await.unwrap();
+        assert!(shared.pass(one));
+        drop(call);
+        assert_eq!(shared.lock().queued, 0);
+        assert!(shared.pass(half), "for a call that is over, nothing is kept");
+        assert_eq!(shared.lock().queued, 0);
     }
 }

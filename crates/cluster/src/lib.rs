@@ -49,6 +49,14 @@ pub enum ApiError {
     /// A newer version of this program wrote the roster.
     #[error("ConfigMap {CONFIGMAP_ROSTER}")]
     NewerRoster(#[source] RosterError),
+    /// The next roster could not be read by anybody, so it is not written.
+    #[error(
+        "the planner does not write its next roster, because nobody could read it; nodes don't join or leave until then: {reason}"
+    )]
+    UnreadableRoster {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// An object has content that this program can't read or use.
     #[error("{object}: {reason}")]
     Content {
@@ -166,7 +174,8 @@ impl ApiError {
     /// True if a user has to fix it: an object that can't be read, or a write that the API server refuses as invalid.
     /// All other errors are temporary failures of the API server.
     pub fn is_lasting(&self) -> bool {
-        matches!(self, Self::Content { .. } | Self::NewerRoster(_)) || matches!(self.code(), Some(422))
+        matches!(self, Self::Content { .. } | Self::UnreadableRoster { .. } | Self::NewerRoster(_))
+            || matches!(self.code(), Some(422))
     }
 
     /// Reason of the condition and the Event if this error keeps the planner from planning.
@@ -174,6 +183,7 @@ impl ApiError {
         match self {
             Self::Content { object, .. } if object.ends_with(CONFIGMAP_ROSTER) => "MalformedRoster",
             Self::NewerRoster(_) => "NewerRoster",
+            Self::UnreadableRoster { .. } => "UnreadableRoster",
             _ => "Unusable",
         }
     }

@@ -1,15 +1,19 @@
-//! Makes times readable that other clients of the API server may write and ours can't read. Kubernetes takes any time up to
-//! the end of the year 9999 (RFC 3339), in any object that a user may write: as the time of a condition, or in a Lease.
-//! [`Timestamp::MAX`](k8s_openapi::jiff::Timestamp::MAX) is some hours earlier.
+//! Makes times readable that other clients of the API server may write and ours can't read. Kubernetes takes any time that RFC 3339 can
+//! express, in any object that a user may write: as the time of a condition, or in a Lease. It answers with it in UTC, where the year
+//! may have become -1 or 10000; from a client that sends protobuf it takes any year.
+//! [`Timestamp::MAX`](k8s_openapi::jiff::Timestamp::MAX) is some hours before the end of 9999.
 
 use std::mem;
 
-/// Where such a time begins, a string in JSON. `?` stands for 0 or 1.
-const TOO_LATE: &[u8; 12] = b"\"9999-12-3?T";
-/// The last digit of the year.
-const LAST_DIGIT: usize = 4;
+/// Digits of the longest year that 64 bits of seconds can express, and more.
+const MOST_DIGITS: usize = 20;
+/// What comes after the year; `0` stands for any digit.
+const AFTER_YEAR: &[u8; 7] = b"-00-00T";
+/// The years that are read instead. Both are leap years: the day may be 29 February.
+const EARLY: &[u8] = b"0004";
+const LATE: &[u8] = b"9996";
 
-/// Makes the year of each such time in an answer 9998.
+/// Replaces the year of each time in an answer that our client can't read.
 #[derive(Default)]
 pub(super) struct Times {
     /// The end of what has arrived, if it may be the beginning of such a time.
@@ -19,11 +23,28 @@ pub(super) struct Times {
 impl Times {
     /// What becomes of `data`; what may be the beginning of such a time comes later.
     pub(super) fn pass(&mut self, data: &[u8]) -> Vec<u8> {
-        let mut bytes = mem::take(&mut self.kept);
-        bytes.extend_from_slice(data);
-        make_readable(&mut bytes);
-        self.kept = bytes.split_off(bytes.len() - length_of_beginning(&bytes));
-        bytes
+        let mut arrived = mem::take(&mut self.kept);
+        arrived.extend_from_slice(data);
+        let (mut passed, mut rest) = (Vec::with_capacity(arrived.len()), arrived.as_slice());
+        while let Some(quote) = rest.iter().position(|byte| *byte == b'"') {
+            let (before, text) = rest.split_at(quote + 1);
+            passed.extend_from_slice(before);
+            rest = text;
+            match year(text) {
+                Year::Readable => {}
+                Year::Replaced { length, by } => {
+                    passed.extend_from_slice(by);
+                    rest = &text[length..];
+                }
+                Year::Unknown => {
+                    passed.pop();
+                    self.kept = [b"\"", text].concat();
+                    return passed;
+                }
+            }
+        }
+        passed.extend_from_slice(rest);
+        passed
     }
 
     /// What was kept, at the end of the answer.
@@ -32,21 +53,34 @@ impl Times {
     }
 }
 
-fn make_readable(bytes: &mut [u8]) {
-    let mut at = 0;
-    while let Some(found) = bytes.get(at..).and_then(|rest| rest.windows(TOO_LATE.len()).position(begins)) {
-        bytes[at + found + LAST_DIGIT] = b'8';
-        at += found + TOO_LATE.len();
+/// How a text begins.
+enum Year {
+    /// With no year, or with one that our client reads.
+    Readable,
+    /// With a year of that many bytes.
+    Replaced { length: usize, by: &'static [u8] },
+    /// Too little of it has arrived.
+    Unknown,
+}
+
+fn year(text: &[u8]) -> Year {
+    let is_negative = text.first() == Some(&b'-');
+    let digits = &text[usize::from(is_negative)..];
+    let digits = &digits[..digits.iter().take_while(|byte| byte.is_ascii_digit()).count()];
+    let length = digits.len() + usize::from(is_negative);
+    let after = &text[length..];
+    let matches = |(is, expected): (&u8, &u8)| is == expected || (*expected == b'0' && is.is_ascii_digit());
+    let is_short = digits.len() < 4 && !after.is_empty();
+    if is_short || digits.len() > MOST_DIGITS || !after.iter().zip(AFTER_YEAR).all(matches) {
+        return Year::Readable;
     }
-}
-
-/// Length of the longest end of `bytes` that [`TOO_LATE`] begins with, in bytes.
-fn length_of_beginning(bytes: &[u8]) -> usize {
-    let longest = bytes.len().min(TOO_LATE.len() - 1);
-    (0..=longest).rev().find(|length| begins(&bytes[bytes.len() - length..])).unwrap_or_default()
-}
-
-/// True if [`TOO_LATE`] begins with `bytes`.
-fn begins(bytes: &[u8]) -> bool {
-    bytes.iter().zip(TOO_LATE).all(|(is, expected)| is == expected || *expected == b'?' && b"01".contains(is))
+    if after.len() < AFTER_YEAR.len() {
+        return Year::Unknown;
+    }
+    let is_last_day = digits == b"9999" && matches!(&after[1..6], b"12-30" | b"12-31");
+    match () {
+        () if is_negative => Year::Replaced { length, by: EARLY },
+        () if digits.len() > 4 || is_last_day => Year::Replaced { length, by: LATE },
+        () => Year::Readable,
+    }
 }

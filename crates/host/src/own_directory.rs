@@ -11,8 +11,8 @@ use nix::unistd::geteuid;
 
 use super::trust::{WRITABLE_BY_OTHERS, open_unless_user_mounted};
 
-/// Makes a directory that only this user can use. One that is there is used only if no other user can write to it, and keeps its mode:
-/// a file system without modes shows the same for all its directories. Where others can write, they may have made it, or may put another directory of this user's there at any time: check what it holds, and
+/// Makes a directory with mode 0700, or opens one that belongs to this user and that no other user can write to. One that was there
+/// keeps its mode; a file system without modes, such as FAT, shows its mount's for all directories. Where others can write above it, they may have made it, or may put another directory of this user's there at any time: check what it holds, and
 /// reach that through the result (see [`path_of`](super::opening::path_of)), not through the path.
 ///
 /// # Errors

@@ -91,26 +91,32 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
 /// [`resolve`] with the /etc/passwd and /etc/group of `root`.
 ///
 /// # Errors
-/// As for [`resolve`].
+/// As for [`resolve`], or if a file that is there can't be read.
 pub fn resolve_on(root: &Root, run_as: &str) -> Result<User, Refusal> {
-    resolve_in(run_as, |path| fs::read(root.path(path)))
+    resolve_by(|path| fs::read(root.path(path)), run_as)
 }
 
-/// [`resolve`] with the host's /etc/passwd and /etc/group, from the pod's side.
+/// [`resolve`] with the host's files, from the pod's side.
 ///
 /// # Errors
-/// As for [`resolve`].
-pub fn resolve_on_host(run_as: &str) -> Result<User, Refusal> {
-    resolve_in(run_as, |path| {
+/// As for [`resolve_on`].
+pub fn resolve_from_pod(run_as: &str) -> Result<User, Refusal> {
+    let read = |path: &str| {
         let mut text = Vec::new();
         open_host_file(Path::new(path))?.read_to_end(&mut text)?;
         Ok(text)
-    })
+    };
+    resolve_by(read, run_as)
 }
 
-fn resolve_in(run_as: &str, read: impl Fn(&str) -> io::Result<Vec<u8>>) -> Result<User, Refusal> {
-    let read = |path| String::from_utf8_lossy(&read(path).unwrap_or_default()).into_owned();
-    resolve(run_as, &read("/etc/passwd"), &read("/etc/group"))
+/// [`resolve`] with what `read` finds in /etc/passwd and /etc/group. A host without one of them has no entries in it.
+fn resolve_by(read: impl Fn(&str) -> io::Result<Vec<u8>>, run_as: &str) -> Result<User, Refusal> {
+    let text = |path| match read(path) {
+        Ok(text) => Ok(String::from_utf8_lossy(&text).into_owned()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(Refusal::transient(format!("can't read the host's {path}: {error}"))),
+    };
+    resolve(run_as, &text("/etc/passwd")?, &text("/etc/group")?)
 }
 
 fn without_entry(uid: u32) -> User {

@@ -167,7 +167,10 @@ pub(super) fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Condit
     let members = roster.into_iter().flat_map(Roster::members);
     let mut missing = members.filter_map(|member| Some((&member.node, seen.agentless.get(&member.node)?)));
     let Some((node, why)) = missing.next() else { return ConditionValue::no("AsExpected") };
-    let others = and_others(missing.count());
+    let others = match missing.count() {
+        0 => String::new(),
+        more => format!(" (and {})", many(more as u64, "other node")),
+    };
     let message = format!(
         "{node} has no agent{others}: {why}; its broker and jobs keep running, but no agent repairs or reports anything there"
     );
@@ -179,16 +182,11 @@ pub(super) fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Condit
 pub(super) fn flux_nodes_unusable(seen: &Observed) -> ConditionValue {
     let mut unusable = seen.unusable.iter();
     let Some((node, why)) = unusable.next() else { return ConditionValue::no("AsExpected") };
-    let others = and_others(unusable.count());
-    ConditionValue::yes(why.reason(), format!("{node}{others}: the planner can't {}", why.message()))
-}
-
-/// How many nodes there are beside the one that was named.
-fn and_others(more: usize) -> String {
-    match more {
+    let others = match unusable.count() {
         0 => String::new(),
-        more => format!(" (and {})", many(more as u64, "other node")),
-    }
+        more => format!("; nor can it use {}", many(more as u64, "other FluxNode")),
+    };
+    ConditionValue::yes(why.reason(), format!("{}{others}", why.message(node)))
 }
 
 /// Condition CertificateMissing.

@@ -31,12 +31,13 @@ pub enum Weight {
     NodesAway,
     /// Members have no agent: their brokers keep running, but no agent supervises them.
     AgentsAway,
-    /// The planner can't use some FluxNodes: it learns and changes nothing there.
-    FluxNodesUnusable,
     /// A restart is pending, and goes on by itself.
     RestartWaits,
     /// A queue starts no jobs.
     QueueStopped,
+    /// The planner can't read or write some FluxNodes: those nodes get no new orders. Last, because whoever has the token of one agent
+    /// can bring it about, and must not hide anything else.
+    FluxNodesUnusable,
     /// Everything is as the spec asks.
     Fine,
 }

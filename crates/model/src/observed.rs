@@ -59,9 +59,10 @@ pub struct Observed<'a> {
 /// Why the planner can't use a FluxNode.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unusable {
-    /// This version can't read it. The error is only in the log, because it may quote what somebody wrote.
+    /// This version can't read it. Why is only in the log, because the error may quote what anybody wrote there.
     NotRead,
-    /// The API server refuses to change it, for this reason.
+    /// The API server refuses to change it, in these words. They quote the planner's own change, and if the status is wrong, what its
+    /// agent wrote.
     NotWritten(String),
 }
 
@@ -74,17 +75,17 @@ impl Unusable {
         }
     }
 
-    /// What is wrong with the FluxNode, and the remedy, after "the planner can't".
-    pub fn message(&self) -> String {
+    /// What is wrong with the FluxNode of `node`, and the remedy.
+    pub fn message(&self, node: &str) -> String {
         match self {
-            Self::NotRead => {
-                "read its FluxNode, and plans as if the agent had not reported: finish the upgrade; if it stays so, \
-                              delete the FluxNode: its agent makes it again"
-                    .to_owned()
-            }
-            Self::NotWritten(why) => {
-                format!("write its FluxNode ({why}); if it stays so, delete the FluxNode: its agent makes it again")
-            }
+            Self::NotRead => format!(
+                "the planner can't read FluxNode {node}, and plans as if its agent had not reported: finish the upgrade; if that \
+                 does not help, delete it: the node's agent makes it again"
+            ),
+            Self::NotWritten(why) => format!(
+                "the planner can't change FluxNode {node} ({why}): if it is too large, delete it: the node's agent makes it \
+                 again; otherwise apply the manifests of this version again"
+            ),
         }
     }
 }

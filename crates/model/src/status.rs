@@ -192,8 +192,8 @@ fn is_coming_up(seen: &Observed, roster: &Roster, members: &Members) -> bool {
         let is_stuck = report.is_some_and(|report| {
             report.needs_attention || matches!(report.phase, NodePhase::Failed | NodePhase::Offline)
         });
-        let is_managed = !seen.agentless.contains_key(&member.node) && !seen.unusable.contains_key(&member.node);
-        members.is_ready(rank) && !is_stuck && is_managed
+        let is_away = seen.agentless.contains_key(&member.node) || seen.unusable.contains_key(&member.node);
+        members.is_ready(rank) && !is_stuck && !is_away
     };
     matches!(seen.status.phase, InstancePhase::Pending | InstancePhase::Starting)
         && offline(roster, members).all(is_on_its_way)
@@ -249,15 +249,16 @@ fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus
             (false, true) => None,
         };
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
-        let unusable = seen.unusable.get(&member.node).map(|why| format!("the planner can't {}", why.message()));
-        let cause = gone::message(members, roster, rank).or(unreachable).or(agentless).or(unusable);
+        let cause = gone::message(members, roster, rank).or(unreachable).or(agentless);
         // Between two steps, an agent reports no message; then its phase is all that is known.
         let phase = || match &report?.phase {
             NodePhase::Online => Some("its agent reports it online, and the lead does not yet".to_owned()),
             phase => Some(format!("its phase is {phase:?}")),
         };
         let message = cause.or_else(|| report?.message.clone()).or_else(phase);
-        let message = message.unwrap_or_else(|| "its agent has not reported yet".to_owned());
+        let unusable = seen.unusable.get(&member.node).map(|why| why.message(&member.node));
+        let known: Vec<_> = message.into_iter().chain(unusable).collect();
+        let message = if known.is_empty() { "its agent has not reported yet".to_owned() } else { known.join("; ") };
         let started = if members.runs(rank) { "started" } else { "not started" };
         format!("; {} (rank {rank}, {started}): {message}", member.node)
     });
@@ -271,9 +272,9 @@ fn count<T>(items: impl Iterator<Item = T>) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observed::Unusable;
     use crate::{
         conditions::{PACKAGES_UNAVAILABLE, warnings},
+        observed::Unusable,
         roster::tests::World,
     };
     use api::{
@@ -357,7 +358,7 @@ mod tests {
                 |world| drop(world.unusable.insert("node2".to_owned(), Unusable::NotRead)),
                 Some(CONDITION_FLUX_NODES_UNUSABLE),
                 "FluxNodeNotRead",
-                "node2: the planner can't read its FluxNode",
+                "the planner can't read FluxNode node2, and",
             ),
             // This restart only waits, so it needs no warning.
             (|world| world.digest = "next", Some(CONDITION_RESTART_PENDING), "Waits", "2 of 2 nodes online"),
@@ -423,8 +424,8 @@ mod tests {
             assert_eq!(status.holding("Degraded").unwrap().reason, "LeadNotOnline");
             assert_eq!(status.holding(CONDITION_FLUX_NODES_UNUSABLE).unwrap().reason, "FluxNodeNotWritten");
             let about = status.message.unwrap();
-            let said = if node == "node1" { "can't write its FluxNode (etcdserver" } else { "starting" };
-            assert!(about.contains("node1 (rank 0, not started): ") && about.contains(said), "{about}");
+            assert!(about.contains("node1 (rank 0, not started): starting"), "{about}");
+            assert_eq!(about.contains("can't change FluxNode node1 (etcdserver"), node == "node1", "{about}");
         }
     }
 

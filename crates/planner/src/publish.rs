@@ -8,7 +8,7 @@ use api::{
     CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode,
     FluxNodeSpec, NAMESPACE, Roster,
 };
-use base::{error_chain, words::many};
+use base::error_chain;
 use cluster::{
     ApiError, as_read, call, certificate, gone_is_fine, merge_patch, patch_params,
     store::{self, Document},
@@ -18,8 +18,8 @@ use model::broker_toml;
 /// Replaces exactly the roster that was read as `before`, or creates it if that is None.
 ///
 /// # Errors
-/// If the call to the API server fails; with code 409 if another planner wrote the roster first. [`ApiError::Content`] if the roster
-/// could not be read again: many captured nodes can report more cores than all of an instance may have.
+/// If the call to the API server fails; with code 409 if another planner wrote the roster first. [`ApiError::UnreadableRoster`]
+/// if it could not be read again: many captured nodes can report more cores than all nodes of an instance may have.
 pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Document>) -> Result<(), ApiError> {
     let text = to_text(roster)?;
     info!(revision = roster.revision, epoch = roster.epoch, ranks = roster.ranks.len(), "writing the roster");
@@ -28,22 +28,20 @@ pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Docu
 
 /// The roster as it is stored, if it can be read again.
 fn to_text(roster: &Roster) -> Result<String, ApiError> {
-    let broken = |reason: String| ApiError::Content { object: format!("ConfigMap {CONFIGMAP_ROSTER}"), reason };
-    let text = serde_json::to_string(roster).map_err(|error| broken(error.to_string()))?;
-    Roster::parse(&text).map_err(|error| broken(format!("{}{}", error_chain(&error), largest(roster))))?;
-    Ok(text)
+    let unreadable = |reason: String| ApiError::UnreadableRoster { reason };
+    let text = serde_json::to_string(roster).map_err(|error| unreadable(error.to_string()))?;
+    match Roster::parse(&text) {
+        Ok(_) => Ok(text),
+        Err(error) => Err(unreadable(format!("{}{}", error_chain(&error), largest(roster)))),
+    }
 }
 
-/// Names the node that declares the most, as the end of a sentence.
+/// Names the rank with the most cores and GPUs, as the end of a sentence.
 fn largest(roster: &Roster) -> String {
-    let largest = roster.ranks.values().max_by_key(|entry| entry.size());
-    let named = largest.and_then(|entry| Some((&entry.member.as_ref()?.node, entry.resources.as_ref()?)));
-    named.map_or_else(String::new, |(node, declared)| {
-        format!(
-            "; node {node} declares the most, with {} and {}",
-            many(declared.cores, "core"),
-            many(declared.gpus, "GPU")
-        )
+    let largest = roster.ranks.iter().max_by_key(|(_, entry)| entry.declared_ids());
+    largest.map_or_else(String::new, |(rank, entry)| {
+        let node = entry.member.as_ref().map_or_else(String::new, |member| format!(" (node {})", member.node));
+        format!("; rank {rank}{node} has the most cores and GPUs: {}", entry.declared_ids())
     })
 }
 
@@ -119,7 +117,7 @@ mod tests {
         assert!(to_text(&roster(300, &nodes[..256])).is_ok());
         nodes[7].1 = 65_536;
         let error = error_chain(&to_text(&roster(300, &nodes)).unwrap_err());
-        assert!(error.contains("ConfigMap flux-roster"), "{error}");
-        assert!(error.contains("; node node7 declares the most, with 65536 cores and 0 GPUs"), "{error}");
+        assert!(error.contains("the ranks have more than 16777216 cores"), "{error}");
+        assert!(error.ends_with("; rank 7 (node node7) has the most cores and GPUs: 65536"), "{error}");
     }
 }

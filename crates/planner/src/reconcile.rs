@@ -195,8 +195,6 @@ impl Planner {
             self.since = Instant::now();
         }
         let now = clock::now().as_second();
-        let flux_nodes = caches.flux_nodes.state();
-        let unusable = self.unusable(&flux_nodes);
         let agentless = self.agents.missing(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);
         let mut seen = Observed {
             instance_uid: &uid,
@@ -214,7 +212,7 @@ impl Planner {
             restart_word: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
             fresh_id: &fresh_id,
             agentless: &agentless,
-            unusable: &unusable,
+            unusable: &BTreeMap::new(),
         };
 
         let invalid = self.unsupported().await?.or(self.invalid_spec(flux, &uid));
@@ -232,7 +230,14 @@ impl Planner {
             Decision::Keep | Decision::Write(_) => found,
         };
         let before = stored.as_ref().map(|(_, document)| document);
-        let written = self.write_decision(decision, before).await?;
+        let (written, obstacle) = match self.write_decision(decision, before).await {
+            // All but the roster goes on.
+            Err(error @ ApiError::UnreadableRoster { .. }) => {
+                let problem = Obstacle::Problem { reason: error.reason(), message: error_chain(&error) };
+                (None, foremost(obstacle.into_iter().chain([problem])))
+            }
+            written => (written?, obstacle),
+        };
         let own = |roster: &&Roster| roster.instance_uid == uid;
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
@@ -241,7 +246,10 @@ impl Planner {
             let changes = self.protection.changes(&seen, planned.as_ref());
             self.protect(caches, changes).await;
         }
+        let flux_nodes = caches.flux_nodes.state();
         self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
+        let unusable = self.unusable(&flux_nodes);
+        let seen = Observed { unusable: &unusable, ..seen };
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
         let obstacle = foremost([obstacle, no_lead].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
@@ -330,22 +338,23 @@ impl Planner {
         }
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
-        let mut refused = BTreeMap::new();
+        self.refused.retain(|name, _| readable(flux_nodes).any(|node| node.name_any() == *name));
         for (flux_node, spec) in project_all(seen, planned, readable(flux_nodes), is_local) {
             match publish::write_node(&self.client, flux_node, &spec).await {
-                Err(error) if error.is_about_the_object() => {
-                    let (name, why) = (flux_node.name_any(), error_chain(&error));
-                    let since = self.refused.get(&name).map(|(since, _)| *since);
-                    if since.is_none() {
-                        warn!(error = why, "can't write a FluxNode");
-                    }
-                    refused.insert(name, (since.unwrap_or_else(Instant::now), why));
-                }
-                written => written?,
+                Ok(()) => drop(self.refused.remove(&flux_node.name_any())),
+                Err(error) if error.is_about_the_object() => self.refuse(flux_node.name_any(), error_chain(&error)),
+                Err(error) => return Err(error),
             }
         }
-        self.refused = refused;
         self.collect(seen, planned, flux_nodes).await
+    }
+
+    /// Remembers that the API server refuses to change FluxNode `name`, and why.
+    fn refuse(&mut self, name: String, why: String) {
+        if !self.refused.contains_key(&name) {
+            warn!(error = why, "can't write a FluxNode");
+        }
+        self.refused.entry(name).or_insert_with(|| (Instant::now(), String::new())).1 = why;
     }
 
     /// Writes or removes the annotations that keep autoscalers away from Nodes. A failure doesn't stop planning.

@@ -255,6 +255,8 @@ fn is_here(lead: &str, node_name: &str) -> Result<(), TakeoverError> {
 
 /// Whether a node's agent runs does not matter for who may lead: what it reported last was read like all other reports.
 static NO_AGENTLESS: BTreeMap<String, String> = BTreeMap::new();
+/// Those of the members that can't be read are refused before; see [`Seen::check`].
+static NO_UNUSABLE: BTreeMap<String, Unusable> = BTreeMap::new();
 
 /// What the planner would decide from.
 struct Seen {
@@ -263,7 +265,8 @@ struct Seen {
     status: FluxInstanceStatus,
     nodes: Vec<NodeView>,
     reports: BTreeMap<String, FluxNodeStatus>,
-    unusable: BTreeMap<String, Unusable>,
+    /// Names of FluxNodes that this version can't read.
+    unreadable: Vec<String>,
     roster: Roster,
 }
 
@@ -280,11 +283,11 @@ impl Seen {
         let flux_nodes = Api::<DeserializeGuard<FluxNode>>::namespaced(client.clone(), NAMESPACE);
         let nodes = call("list Nodes", nodes.list(&all)).await?;
         let flux_nodes = call("list FluxNodes", flux_nodes.list(&all)).await?;
-        let (mut reports, mut unusable) = (BTreeMap::new(), BTreeMap::new());
+        let (mut reports, mut unreadable) = (BTreeMap::new(), Vec::new());
         for node in flux_nodes.items {
             match node.0 {
                 Ok(node) => drop(reports.insert(node.name_any(), node.status.unwrap_or_default())),
-                Err(invalid) => drop(unusable.insert(invalid.metadata.name.unwrap_or_default(), Unusable::NotRead)),
+                Err(invalid) => unreadable.extend(invalid.metadata.name),
             }
         }
         Ok(Self {
@@ -293,7 +296,7 @@ impl Seen {
             status: instance.status.unwrap_or_default(),
             nodes: nodes.items.iter().map(NodeView::from).collect(),
             reports,
-            unusable,
+            unreadable,
             roster,
         })
     }
@@ -315,14 +318,14 @@ impl Seen {
             restart_word: None,
             fresh_id: "",
             agentless: &NO_AGENTLESS,
-            unusable: &self.unusable,
+            unusable: &NO_UNUSABLE,
         }
     }
 
     fn check(&self, lead: &str, request: &Takeover) -> Result<(), TakeoverError> {
         let members = || self.roster.ranks.values().filter_map(|entry| entry.member.as_ref());
         let is_member = |name: &&String| members().any(|member| member.node == **name);
-        if let Some(name) = self.unusable.keys().find(is_member).filter(|_| !request.force) {
+        if let Some(name) = self.unreadable.iter().find(is_member).filter(|_| !request.force) {
             return Err(TakeoverError::Unreadable(name.clone()));
         }
         match refusal(&self.observed(), &self.roster, lead, request) {

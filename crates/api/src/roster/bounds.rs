@@ -1,4 +1,4 @@
-//! How large a roster that is read may be. Whoever has an agent's token may write any, and it must not take its readers' memory.
+//! Bounds on a roster that is read: an agent's token can write one of any size, and reading it must not exhaust memory.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -7,12 +7,18 @@ use serde::{
     de::{Error, MapAccess, Visitor},
 };
 
-use super::{MOST_RANKS, Rank, RosterEntry};
+use super::{Rank, RosterEntry};
+use crate::{instance::MOST_RANKS, numbers};
 
 /// Most ids of cores and GPUs in all ranks together: 1024 for each rank of the largest instance.
 const MOST_DECLARED: u64 = 1 << 24;
 
-/// Reads ranks one by one, and fails at the first that no instance can have, or once all together name more than [`MOST_DECLARED`] ids.
+/// Reads a maxSize that an instance may have: each rank costs memory.
+pub(super) fn max_size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    numbers::at_most("maxSize", MOST_RANKS, deserializer)
+}
+
+/// Reads ranks one by one, and fails at the first that no instance can have, or once all have more than [`MOST_DECLARED`] ids.
 pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<Rank, RosterEntry>, D::Error> {
     struct Ranks;
     impl<'de> Visitor<'de> for Ranks {
@@ -28,11 +34,9 @@ pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeM
                 if rank >= MOST_RANKS {
                     return Err(A::Error::custom(format!("rank {rank} is not below {MOST_RANKS}")));
                 }
-                declared += entry.size();
+                declared += entry.declared_ids();
                 if declared > MOST_DECLARED {
-                    return Err(A::Error::custom(format!(
-                        "the ranks declare more than {MOST_DECLARED} cores and GPUs"
-                    )));
+                    return Err(A::Error::custom(format!("the ranks have more than {MOST_DECLARED} cores and GPUs")));
                 }
                 ranks.insert(rank, entry);
             }
@@ -69,12 +73,12 @@ mod tests {
         let entry = |cores: u32, left_out: &str| json!({"brokerName": "", "revision": 1, "resources": {"cores": cores, "leftOut": left_out}});
         let many = |entry: Value| Value::Object((0..300).map(|rank: u32| (rank.to_string(), entry.clone())).collect());
         for (pointer, value, said) in [
-            ("/settings/maxSize", json!(u32::MAX), "4294967295 is more than 16384"),
-            ("/epoch", json!(i64::MAX), "9223372036854775807 is more than 9007199254740992"),
-            ("/revision", json!(u64::MAX), "is more than"),
+            ("/settings/maxSize", json!(u32::MAX), "maxSize is 4294967295, more than 16384"),
+            ("/epoch", json!(i64::MAX), "an epoch or revision is 9223372036854775807, more than 9007199254740992"),
+            ("/revision", json!(u64::MAX), "more than"),
             ("/ranks", json!({"16384": entry(1, "")}), "rank 16384 is not below 16384"),
-            ("/ranks", many(entry(65536, "")), "the ranks declare more than 16777216 cores"),
-            ("/ranks", many(entry(1, "0-65535")), "the ranks declare more than 16777216 cores"),
+            ("/ranks", many(entry(65536, "")), "the ranks have more than 16777216 cores"),
+            ("/ranks", many(entry(1, "0-65535")), "the ranks have more than 16777216 cores"),
         ] {
             let refused = with(pointer, value).unwrap_err();
             assert!(refused.contains(said), "{pointer}: {refused}");

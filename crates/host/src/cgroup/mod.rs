@@ -21,6 +21,10 @@ use crate::{
 /// How long a cgroup may stay busy after its last process ended or moved, until the kernel has released it.
 const BUSY: Duration = Duration::from_secs(1);
 const POLL: Duration = Duration::from_millis(10);
+/// How long processes may take to freeze.
+const FREEZING: Duration = Duration::from_millis(200);
+/// The file of the freezer's hierarchy (cgroup v1).
+const STATE: &str = "freezer.state";
 
 /// Why the broker can't get cgroups of its own, or they can't be removed.
 #[derive(Debug, thiserror::Error)]
@@ -161,6 +165,52 @@ pub fn members_below(directories: impl IntoIterator<Item = PathBuf>) -> BTreeSet
         directories.extend(children(&directory));
     }
     found
+}
+
+/// The processes of cgroups, frozen until this is dropped, where the kernel can: those that a signal finds then can't have forked before it.
+#[derive(Debug)]
+pub struct Frozen<'a>(&'a [Place]);
+
+impl<'a> Frozen<'a> {
+    /// Freezes the processes in and below the cgroups of `places`. Waits for at most [`FREEZING`]: one in an uninterruptible call
+    /// freezes after it.
+    pub fn new(places: &'a [Place]) -> Self {
+        let frozen = Self(places);
+        frozen.set(true);
+        let end = Instant::now() + FREEZING;
+        while !places.iter().all(is_frozen) && Instant::now() < end {
+            sleep(Duration::from_millis(1));
+        }
+        frozen
+    }
+
+    fn set(&self, frozen: bool) {
+        for place in self.0 {
+            let (file, words) =
+                if place.unified { ("cgroup.freeze", ["0", "1"]) } else { (STATE, ["THAWED", "FROZEN"]) };
+            let path = place.directory.join(file);
+            // Other hierarchies have no such file, and old kernels none in the unified one.
+            if path.exists()
+                && let Err(error) = fs::write(&path, words[usize::from(frozen)])
+            {
+                tracing::debug!(%error, path = %path.display(), "can't freeze a cgroup or thaw it");
+            }
+        }
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        self.set(false);
+    }
+}
+
+fn is_frozen(place: &Place) -> bool {
+    let read = |file| fs::read_to_string(place.directory.join(file));
+    match place.unified {
+        true => read("cgroup.events").map_or(true, |text| !text.lines().any(|line| line == "frozen 0")),
+        false => read(STATE).map_or(true, |text| text.trim() == "FROZEN"),
+    }
 }
 
 /// Removes the cgroups, and the parents that were made for them, as far as possible.

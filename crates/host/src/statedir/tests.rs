@@ -168,6 +168,18 @@ fn the_newest_of_fluxs_own_dumps_and_the_one_to_restore_are_kept() {
 }
 
 #[test]
+fn of_millions_of_files_among_the_dumps_only_some_are_looked_at() {
+    let prefix = tempfile::tempdir().unwrap();
+    let dir = prefix.path().join("state/dump");
+    fs::create_dir_all(&dir).unwrap();
+    let name = |second: usize| format!("20261101_{:02}{:02}{:02}.tgz", second / 3600, second / 60 % 60, second % 60);
+    (0..MOST_LOOKED_AT + 100).for_each(|second| drop(fs::File::create(dir.join(name(second))).unwrap()));
+    assert_eq!(prune_dumps(prefix.path()).0, (MOST_LOOKED_AT - KEEP) as u64);
+    assert_eq!(prune_dumps(prefix.path()).0, 100, "the next run goes on");
+    assert_eq!(left(&dir).last().unwrap(), &name(MOST_LOOKED_AT + 99));
+}
+
+#[test]
 fn the_dump_of_a_recovery_stays_until_flux_has_written_another() {
     let prefix = tempfile::tempdir().unwrap();
     let dir = prefix.path().join("state/dump");

@@ -16,7 +16,7 @@ use crate::{
     settings::{pending, settings},
     tree::is_deep,
 };
-use api::{Adopted, FailedLeads, MOST_BELIEVED, Roster, packed};
+use api::{Adopted, FailedLeads, Roster, is_believable, packed};
 use base::words::many;
 
 /// If the roster is lost, how long the planner waits for reports from the agents of all Ready nodes before it concludes
@@ -32,12 +32,14 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's copy has every member, because no broker starts before the lead has applied the roster that names it.
     let copies = seen.reports.iter().filter_map(|(node, status)| Some((node, status.roster.as_deref()?)));
     let copies = copies.filter_map(|(node, field)| Some((node, Roster::parse(&packed::from_field(field)?).ok()?)));
-    let is_believed = |copy: &Roster| copy.epoch.max(copy.revision) <= MOST_BELIEVED;
+    let is_believed = |copy: &Roster| is_believable(copy.epoch) && is_believable(copy.revision);
     let own = copies.filter(|(_, copy)| copy.instance_uid == seen.instance_uid && is_believed(copy));
-    let status_epoch = Some(seen.status.epoch).filter(|epoch| *epoch <= MOST_BELIEVED).unwrap_or_default();
+    // A forged epoch counts as none: brokers that run, or a copy that is left, decide instead.
+    let believed = |epoch: u64| Some(epoch).filter(|epoch| is_believable(*epoch)).unwrap_or_default();
+    let status_epoch = believed(seen.status.epoch);
     let newest = newest_broker(seen);
     // A host that led before another node took over has the names and the queue of an epoch that is over.
-    let last_epoch = newest.map_or(status_epoch, |(_, broker)| broker.epoch.max(status_epoch));
+    let last_epoch = newest.map_or(status_epoch, |(_, broker)| believed(broker.epoch).max(status_epoch));
     let own = own.filter(|(_, copy)| copy.epoch >= last_epoch);
     // Any agent can forge the copy in its own FluxNode, so the copy of the last known lead wins.
     let is_leads = |node: &String| seen.status.lead.as_ref() == Some(node);
@@ -69,11 +71,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
         }
         // Without the lead's table of names, a rank given out now could be refused by the lead or belong to another
         // node.
-        (Some((node, Adopted { epoch, .. })), _, _) => Decision::Wait(format!(
-            "the roster is gone and the lead's agent has not reported its copy, but node {node} reports that a broker of epoch {epoch} \
-             runs there: bring the lead's node back, or stop all brokers (if {node} is gone for good, or was never in that \
-             epoch, delete its FluxNode)"
-        )),
+        (Some((node, broker)), _, _) => Decision::Wait(no_copy(node, broker.epoch, status_epoch)),
         (None, Some(id), Some(lead)) => first_roster(seen, id, status_epoch + 1, Some(lead), FailedLeads::default()),
         (None, _, _) => first_roster(seen, seen.fresh_id, status_epoch + 1, None, FailedLeads::default()),
     }
@@ -82,8 +80,27 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
 /// The broker of the latest epoch among those of this instance that agents report as running, and its node.
 fn newest_broker<'a>(seen: &Observed<'a>) -> Option<(&'a String, &'a Adopted)> {
     let adopted = seen.reports.iter().filter_map(|(node, status)| Some((node, status.adopted.as_ref()?)));
-    let ours = adopted.filter(|(_, broker)| is_of_instance(seen, broker) && broker.epoch <= MOST_BELIEVED);
-    ours.max_by_key(|(_, broker)| broker.epoch)
+    adopted.filter(|(_, broker)| is_of_instance(seen, broker)).max_by_key(|(_, broker)| broker.epoch)
+}
+
+/// Says that no copy of the roster is as new as the broker of `epoch` on `node`, and as the epoch in the status. Either may be forged.
+fn no_copy(node: &str, epoch: u64, status_epoch: u64) -> String {
+    let (source, remedy) = match status_epoch > epoch {
+        true => (
+            "the FluxInstance's status names".to_owned(),
+            "if the instance never was in that epoch, correct it: `kubectl -n flux-distribute edit fxi flux --subresource=status`"
+                .to_owned(),
+        ),
+        false => (
+            format!("node {node} reports a broker of"),
+            format!("if {node} is gone for good, or never was in that epoch, delete its FluxNode"),
+        ),
+    };
+    format!(
+        "the roster is gone and the lead's agent has not reported a copy of epoch {} or later, which {source}: bring the lead's node \
+         back, or stop all brokers ({remedy})",
+        epoch.max(status_epoch)
+    )
 }
 
 /// Makes a roster of all eligible nodes under their real names. `statedir_of`: the node whose statedir has the queue of

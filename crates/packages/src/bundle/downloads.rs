@@ -18,6 +18,8 @@ use host::{
 const PKGS: &str = "pkgs";
 /// The bundle, until it is complete.
 const BUNDLE: &str = "bundle";
+/// An empty file, by which the next run knows the directory.
+const MARK: &str = "downloads-of-flux-distribute";
 
 /// The directory is beside the bundle, so that a rename finishes it, and has a fixed name, so that the next run finds it.
 ///
@@ -53,14 +55,15 @@ impl Downloads {
         })?;
         // Another user may have moved another directory of ours here.
         let entries = fs::read_dir(path_of(&directory)).map_err(write())?;
-        let mut names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
-        if let Some(name) = names.find(|name| *name != PKGS && *name != BUNDLE) {
+        let names: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
+        if let Some(name) = names.first().filter(|_| !names.iter().any(|name| name == MARK)) {
             let problem = format!(
                 "it holds {}, which no download put there: move it away, or write the bundle to another directory",
-                Path::new(&name).display()
+                Path::new(name).display()
             );
             return Err(BundleError::input(&path, problem));
         }
+        fs::write(path_of(&directory).join(MARK), "").map_err(write())?;
         let pkgs = path_of(&directory).join(PKGS);
         match DirBuilder::new().mode(0o700).create(&pkgs) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(write()(error).into()),
@@ -97,7 +100,8 @@ impl Downloads {
     /// # Errors
     /// If something is left; the bundle is complete all the same.
     pub(super) fn remove(self) -> Result<(), FileError> {
-        let removed = fs::remove_dir_all(path_of(&self.directory).join(PKGS));
+        let below = path_of(&self.directory);
+        let removed = fs::remove_dir_all(below.join(PKGS)).and_then(|()| fs::remove_file(below.join(MARK)));
         let removed = removed.and_then(|()| absent_is_fine(fs::remove_dir(&self.path)));
         removed.map_err(FileError::on("remove", &self.path))
     }

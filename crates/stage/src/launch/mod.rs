@@ -14,7 +14,7 @@ pub mod systemd;
 
 use std::{
     fs, io,
-    os::unix::fs::{PermissionsExt, fchown},
+    os::unix::fs::{MetadataExt, PermissionsExt, fchown},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -345,6 +345,8 @@ impl Places {
         let places = self.cgroups()?;
         let deadline = Instant::now() + KILL_TIMEOUT;
         loop {
+            // Processes that fork and end faster than they can be listed would get away.
+            let frozen = cgroup::Frozen::new(&places);
             let left: Vec<Identity> = cgroup::members(&places).into_iter().filter_map(Identity::of).collect();
             let Some(first) = left.first() else { return Ok(()) };
             if Instant::now() >= deadline {
@@ -353,6 +355,7 @@ impl Places {
             for process in &left {
                 process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal { pid: process.pid, source })?;
             }
+            drop(frozen);
             first.wait_gone(Duration::from_millis(500));
         }
     }
@@ -362,18 +365,25 @@ fn running(process: Identity, record: RunRecord) -> RunningBroker {
     RunningBroker { pid: process.pid, start_time: process.start_time, systemd: record.systemd, record: record.record }
 }
 
-/// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are.
+/// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are. What another user
+/// left there goes: a directory in the place of the socket would end each start.
 fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
     fs::create_dir_all(path.parent().unwrap_or(path))?;
     let open = || match fs::create_dir(path) {
+        Ok(()) => trust::open_unless_user_mounted(path),
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        _ => trust::open_unless_user_mounted(path),
+        Err(_) => {
+            let found = trust::open_unless_user_mounted(path)?;
+            let owner = found.metadata()?.uid();
+            if owner == user.uid { Ok(found) } else { Err(io::Error::other(format!("it belongs to uid {owner}"))) }
+        }
     };
     // The last broker's user may have mounted something over its rundir.
     let made = open().or_else(|error| {
         tracing::warn!(%error, path = %path.display(), "the broker's rundir can't be used and is made again");
         remove_all_if_there(path)?;
-        open()
+        fs::create_dir(path)?;
+        trust::open_unless_user_mounted(path)
     })?;
     made.set_permissions(fs::Permissions::from_mode(0o755))?;
     fchown(&made, Some(user.uid), Some(user.gid))
