@@ -228,7 +228,7 @@ fn a_directory_of_ours_that_another_user_moves_there_loses_nothing() {
     let moved = desk.at(".flux.tar.gz.download");
     fs::create_dir_all(moved.join("pkgs")).unwrap();
     let error = desk.create(&["linux-64"]).unwrap_err();
-    assert!(error.to_string().contains("it holds pkgs, which no download put there"), "{error}");
+    assert!(error.to_string().contains("so it may not be a download's: move it away"), "{error}");
     assert_eq!((error.exit_code(), moved.join("pkgs").exists()), (2, true));
 }
 

@@ -10,14 +10,14 @@ use serde_json::Value;
 /// The largest integer that every program reads exactly from JSON (RFC 8259, section 6). Our counts stay far below.
 pub(crate) const LARGEST: u64 = 1 << 53;
 
-/// True if the planner may count on from this epoch or revision. An agent's token can write any number into a report; from one close to
+/// True if the planner may continue counting from this epoch or revision. An agent's token can write any number into a report; from one close to
 /// [`LARGEST`], the planner would soon come to a roster that no program reads.
 pub fn is_believable(number: u64) -> bool {
     number <= LARGEST / 2
 }
 
 /// Reads an epoch or revision that is no larger than [`LARGEST`].
-pub(crate) fn count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+pub(crate) fn epoch_or_revision<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     at_most("an epoch or revision", LARGEST, deserializer)
 }
 
@@ -31,7 +31,7 @@ where
     if number > most { Err(D::Error::custom(format!("{what} is {number}, more than {most}"))) } else { Ok(number) }
 }
 
-/// Has the API server refuse larger numbers in a schema than its type can hold.
+/// Has the API server refuse larger numbers in a schema than its type can hold, and negative ones where 32 bits are signed: a pid.
 pub(crate) fn within_type(schema: &mut Schema) {
     let most = match schema.get("format").and_then(Value::as_str) {
         Some("uint8") => u64::from(u8::MAX),
@@ -41,6 +41,9 @@ pub(crate) fn within_type(schema: &mut Schema) {
         Some("uint64" | "int64") => LARGEST,
         _ => return,
     };
+    if schema.get("format").and_then(Value::as_str) == Some("int32") {
+        schema.ensure_object().entry("minimum").or_insert(0.into());
+    }
     schema.ensure_object().entry("maximum").or_insert(most.into());
 }
 

@@ -1,5 +1,7 @@
 mod bounds;
 
+pub use bounds::MOST_DECLARED;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -34,10 +36,10 @@ pub struct Roster {
     /// The lead was online once: nothing of this roster may be thrown away any more.
     pub established: bool,
     /// Counts the coordinated starts.
-    #[serde(deserialize_with = "numbers::count")]
+    #[serde(deserialize_with = "numbers::epoch_or_revision")]
     pub epoch: u64,
     /// Counts every change of this object.
-    #[serde(deserialize_with = "numbers::count")]
+    #[serde(deserialize_with = "numbers::epoch_or_revision")]
     pub revision: u64,
     /// What Flux reads only at start, fixed within the epoch.
     pub settings: EpochSettings,

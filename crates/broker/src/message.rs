@@ -11,6 +11,8 @@ use serde_json::Value;
 pub const PREAMBLE: usize = 8;
 /// Most bytes in a frame. No status is larger; a larger frame is not read.
 pub const MAX_FRAME: usize = 64 << 20;
+/// Most bytes in a topic. A receiver keeps those of some events.
+const LONGEST_TOPIC: usize = 256;
 /// `nodeid` of a request for any broker with the service, beginning with this one.
 pub const ANY: u32 = u32::MAX;
 /// `nodeid` of a request: the lead.
@@ -91,8 +93,8 @@ pub enum DecodeError {
     /// The header is not one of RFC 3 version 1.
     #[error("a message's header is not that of RFC 3 version 1")]
     Header,
-    /// The topic is not text.
-    #[error("a message's topic is not UTF-8")]
+    /// The topic is not text, or longer than [`LONGEST_TOPIC`].
+    #[error("a message's topic is too long or not UTF-8")]
     Topic,
 }
 
@@ -181,17 +183,23 @@ pub fn parts(mut bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
     Ok(parts)
 }
 
-/// True if JSON of this size has more values than any answer of Flux, where a value takes some 20 bytes: each of them takes 72 bytes of
-/// memory once it is parsed, which must not be a multiple of what was received.
+/// True if `json` may have more values than any answer of Flux: not even R with 64 MiB of Fluxion's graph has as many. A parsed value
+/// takes far more memory than `2` or `[]` takes here, so such an answer could exhaust it.
 pub fn has_too_many_values(json: &[u8]) -> bool {
-    const FEW: usize = 1 << 18;
-    json.split(|byte| *byte == b',').count() > FEW + json.len() / 12
+    const MOST: usize = 10_000_000;
+    let weights = json.iter().map(|byte| match byte {
+        b',' => 1,
+        // An array begins with room for four values.
+        b'[' | b'{' => 4,
+        _ => 0,
+    });
+    weights.sum::<usize>() > MOST
 }
 
 impl Message {
-    /// Size of the payload in bytes.
+    /// Bytes of memory that it takes.
     pub fn size(&self) -> usize {
-        self.payload.as_ref().map_or(0, Vec::len)
+        size_of::<Self>() + self.topic.len() + self.payload.as_ref().map_or(0, Vec::len)
     }
 
     /// Decodes the bytes after the preamble.
@@ -214,10 +222,11 @@ impl Message {
             parts.by_ref().find(|part| part.is_empty()).ok_or(DecodeError::Truncated)?;
         }
         let topic = match flags & FLAG_TOPIC {
-            0 => String::new(),
-            _ => String::from_utf8(parts.next().ok_or(DecodeError::Truncated)?.to_vec())
-                .map_err(|_| DecodeError::Topic)?,
+            0 => &[],
+            _ => *parts.next().ok_or(DecodeError::Truncated)?,
         };
+        let topic =
+            str::from_utf8(topic).ok().filter(|topic| topic.len() <= LONGEST_TOPIC).ok_or(DecodeError::Topic)?;
         let payload = match flags & FLAG_PAYLOAD {
             0 => None,
             _ => {
@@ -225,6 +234,7 @@ impl Message {
                 Some(payload.strip_suffix(&[0]).unwrap_or(payload).to_vec())
             }
         };
+        let topic = topic.to_owned();
         Ok(Self { is_response: *kind == RESPONSE, matchtag: word(3)?, errnum: word(2)?, topic, payload })
     }
 }
@@ -331,7 +341,9 @@ mod tests {
         assert!(!has_too_many_values(ranks(16384).as_bytes()));
         let vertex = json!({"id": "1", "metadata": {"type": "core", "id": 0, "rank": 0, "paths": {"containment": "/c0/n0/core0"}}});
         assert!(!has_too_many_values(json!({"nodes": vec![vertex; 100_000]}).to_string().as_bytes()));
-        assert!(has_too_many_values(format!("[{}0]", "0,".repeat(1 << 20)).as_bytes()));
+        assert!(has_too_many_values(format!("[{}0]", "0,".repeat(10_000_000)).as_bytes()));
+        let nested = format!("{}{},", "[".repeat(100), "]".repeat(100));
+        assert!(has_too_many_values(format!("[{}0]", nested.repeat(30_000)).as_bytes()));
     }
 
     #[test]

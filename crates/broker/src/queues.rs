@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use super::{
     job_id::JobId,
-    message::{ANY, DecodeError, ENOENT, LEAD},
+    message::{ANY, ENOENT, LEAD},
     rfc3::{Client, RpcError},
     status::{LEAD_TIMEOUT, attribute, parse, state},
 };
@@ -20,6 +20,8 @@ pub const SCHEDULER_IS_OFFLINE: &str = "Scheduler is offline";
 pub const STOPPED_BY_RESTART: &str = "Automatically stopped due to restart";
 /// Limit for one request. The job manager may be busy with the jobs of a queue that starts or stops.
 const TIMEOUT: Duration = Duration::from_mins(1);
+/// Most queues that an instance may have: each costs a request.
+const MOST_QUEUES: usize = 1000;
 /// How each reason begins for which this program stops a queue.
 const OURS: &str = "flux-distribute";
 /// Characters of a reason that are shown.
@@ -316,9 +318,6 @@ async fn switch(client: &Client, queues: &[Queue], order: &Value) -> Result<(), 
 }
 
 /// The names of the named queues.
-/// Most queues that an instance may have: each costs a request.
-const MOST_QUEUES: usize = 1000;
-
 async fn names(client: &Client) -> Result<Vec<String>, RpcError> {
     #[derive(Deserialize)]
     struct Queues {
@@ -326,7 +325,7 @@ async fn names(client: &Client) -> Result<Vec<String>, RpcError> {
     }
     let topic = "job-manager.queue-list";
     let names = parse::<Queues>(topic, ask(client, topic, Value::Null).await?)?.queues;
-    if names.len() > MOST_QUEUES { Err(DecodeError::TooManyValues.into()) } else { Ok(names) }
+    if names.len() > MOST_QUEUES { Err(RpcError::TooManyQueues(names.len())) } else { Ok(names) }
 }
 
 async fn ask(client: &Client, topic: &str, payload: Value) -> Result<Value, RpcError> {

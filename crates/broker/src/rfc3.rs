@@ -77,6 +77,9 @@ pub enum RpcError {
     /// The bytes do not follow RFC 3.
     #[error("the broker's answer does not follow RFC 3")]
     Malformed(#[from] DecodeError),
+    /// The broker has more queues than this program asks about.
+    #[error("the broker names {0} queues, too many to ask about: remove some from its configuration")]
+    TooManyQueues(usize),
     /// The payload is not the expected JSON.
     #[error("{topic}: the answer is not the expected JSON")]
     Payload {
@@ -97,15 +100,15 @@ impl RpcError {
 
 type Answers = mpsc::UnboundedSender<Message>;
 
-/// Most bytes of answers that nobody has taken yet, of one connection. Whoever is the brokers' user can put another program behind the
-/// socket, which must not take the agent's memory.
-const MOST_QUEUED: usize = 2 * MAX_FRAME;
+/// Most bytes of answers that one connection holds for its callers. The brokers' user can put another program behind the socket, and its
+/// answers must not exhaust the agent's memory. An honest broker sends a few kilobytes for each job at the beginning of a journal.
+const MOST_QUEUED: usize = 8 * MAX_FRAME;
 
 #[derive(Default)]
 struct Waiting {
     last_tag: u32,
     by_tag: HashMap<u32, Answers>,
-    /// Bytes of payloads in all of `by_tag`.
+    /// Bytes of the messages in all of `by_tag`.
     queued: usize,
     closed: bool,
 }
@@ -142,13 +145,16 @@ impl Shared {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Passes an answer to the call that waits for it. False if too much has not been taken yet.
+    /// Passes an answer to the call that waits for it. False if the callers have more than [`MOST_QUEUED`] to take.
     fn pass(&self, message: Message) -> bool {
         let mut waiting = self.lock();
         let Some(answers) = waiting.by_tag.get(&message.matchtag).cloned() else { return true };
+        if waiting.queued + message.size() > MOST_QUEUED {
+            return false;
+        }
         waiting.queued += message.size();
         let _ = answers.send(message);
-        waiting.queued <= MOST_QUEUED
+        true
     }
 
     fn expect(&self) -> Result<Call, RpcError> {
@@ -416,11 +422,11 @@ mod tests {
             topic: String::new(),
             payload: Some(vec![0; size]),
         };
-        let (half, one) = (answer(MOST_QUEUED / 2), answer(1));
-        assert!(shared.pass(half.clone()) && shared.pass(half.clone()) && !shared.pass(one.clone()));
+        let (half, empty) = (answer(MOST_QUEUED / 2 - size_of::<Message>()), answer(0));
+        assert!(shared.pass(half.clone()) && shared.pass(half.clone()) && !shared.pass(empty.clone()));
         // What has been taken makes room.
         call.next().await.unwrap();
-        assert!(shared.pass(one));
+        assert!(shared.pass(empty));
         drop(call);
         assert_eq!(shared.lock().queued, 0);
         assert!(shared.pass(half), "for a call that is over, nothing is kept");

@@ -51,10 +51,10 @@ pub enum ApiError {
     NewerRoster(#[source] RosterError),
     /// The next roster could not be read by anybody, so it is not written.
     #[error(
-        "the planner does not write its next roster, because nobody could read it; nodes don't join or leave until then: {reason}"
+        "nobody could read the next roster, so the planner does not write it, and no node joins or leaves: {reason}"
     )]
     UnreadableRoster {
-        /// What is wrong with it.
+        /// What is wrong with it, and the remedy.
         reason: String,
     },
     /// An object has content that this program can't read or use.

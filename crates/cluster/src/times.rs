@@ -1,11 +1,11 @@
 //! Makes times readable that other clients of the API server may write and ours can't read. Kubernetes takes any time that RFC 3339 can
-//! express, in any object that a user may write: as the time of a condition, or in a Lease. It answers with it in UTC, where the year
-//! may have become -1 or 10000; from a client that sends protobuf it takes any year.
+//! express, in any object that a user may write: as the time of a condition, or in a Lease. The API server returns it in UTC, so its year
+//! may be -1 or 10000. If a client writes protobuf, the year may be any.
 //! [`Timestamp::MAX`](k8s_openapi::jiff::Timestamp::MAX) is some hours before the end of 9999.
 
 use std::mem;
 
-/// Digits of the longest year that 64 bits of seconds can express, and more.
+/// More than the 12 digits of the longest year that 64 bits of seconds can express.
 const MOST_DIGITS: usize = 20;
 /// What comes after the year; `0` stands for any digit.
 const AFTER_YEAR: &[u8; 7] = b"-00-00T";
@@ -78,9 +78,11 @@ fn year(text: &[u8]) -> Year {
         return Year::Unknown;
     }
     let is_last_day = digits == b"9999" && matches!(&after[1..6], b"12-30" | b"12-31");
-    match () {
-        () if is_negative => Year::Replaced { length, by: EARLY },
-        () if digits.len() > 4 || is_last_day => Year::Replaced { length, by: LATE },
-        () => Year::Readable,
+    if is_negative {
+        Year::Replaced { length, by: EARLY }
+    } else if digits.len() > 4 || is_last_day {
+        Year::Replaced { length, by: LATE }
+    } else {
+        Year::Readable
     }
 }

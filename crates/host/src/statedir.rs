@@ -53,7 +53,7 @@ const FLUX_DUMP: &str = "%Y%m%d_%H%M%S.tgz";
 const RESTORE: &str = "RESTORE";
 /// Number of those dumps that stay.
 const KEEP: usize = 3;
-/// How many files among the dumps one removal looks at. The next one goes on.
+/// Most entries of the directory of dumps that one removal reads, of which it keeps the newest. The brokers' user can make millions.
 const MOST_LOOKED_AT: usize = 10_000;
 /// Database of flux-core's content-sqlite module, which holds the whole KVS.
 pub const CONTENT: &str = "content.sqlite";
@@ -199,7 +199,6 @@ pub fn prune_dumps(prefix: &Path) -> (u64, u64) {
     let dir_path = path_of(&dir);
     let names = fs::read_dir(&dir_path).into_iter().flatten().flatten().map(|entry| entry.file_name());
     let is_flux_dump = |name: &OsString| name.to_str().is_some_and(|name| DateTime::strptime(FLUX_DUMP, name).is_ok());
-    // That user can make millions of them. Of those that are looked at, the newest stay.
     let mut names: Vec<_> = names.take(MOST_LOOKED_AT).filter(is_flux_dump).collect();
     names.sort();
     let restored = fs::read_link(dir_path.join(RESTORE)).ok();

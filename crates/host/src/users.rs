@@ -88,35 +88,28 @@ pub fn resolve(run_as: &str, passwd: &str, group: &str) -> Result<User, Refusal>
     Ok(user)
 }
 
-/// [`resolve`] with the /etc/passwd and /etc/group of `root`.
+/// [`resolve`] with the /etc/passwd and /etc/group of `root`. One that can't be read has no entries.
 ///
 /// # Errors
-/// As for [`resolve`], or if a file that is there can't be read.
+/// As for [`resolve`].
 pub fn resolve_on(root: &Root, run_as: &str) -> Result<User, Refusal> {
-    resolve_by(|path| fs::read(root.path(path)), run_as)
+    let read = |path| String::from_utf8_lossy(&fs::read(root.path(path)).unwrap_or_default()).into_owned();
+    resolve(run_as, &read("/etc/passwd"), &read("/etc/group"))
 }
 
-/// [`resolve`] with the host's files, from the pod's side.
+/// [`resolve`] without the supplementary groups, from the pod's side.
 ///
 /// # Errors
-/// As for [`resolve_on`].
+/// As for [`resolve`]; a transient one if the host's /etc/passwd is there and can't be read.
 pub fn resolve_from_pod(run_as: &str) -> Result<User, Refusal> {
-    let read = |path: &str| {
-        let mut text = Vec::new();
-        open_host_file(Path::new(path))?.read_to_end(&mut text)?;
-        Ok(text)
-    };
-    resolve_by(read, run_as)
-}
-
-/// [`resolve`] with what `read` finds in /etc/passwd and /etc/group. A host without one of them has no entries in it.
-fn resolve_by(read: impl Fn(&str) -> io::Result<Vec<u8>>, run_as: &str) -> Result<User, Refusal> {
-    let text = |path| match read(path) {
-        Ok(text) => Ok(String::from_utf8_lossy(&text).into_owned()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
-        Err(error) => Err(Refusal::transient(format!("can't read the host's {path}: {error}"))),
-    };
-    resolve(run_as, &text("/etc/passwd")?, &text("/etc/group")?)
+    let path = Path::new("/etc/passwd");
+    let mut text = Vec::new();
+    match open_host_file(path).and_then(|mut file| file.read_to_end(&mut text)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Refusal::transient(format!("can't read the host's {}: {error}", path.display())))
+        }
+        _ => resolve(run_as, &String::from_utf8_lossy(&text), ""),
+    }
 }
 
 fn without_entry(uid: u32) -> User {

@@ -182,11 +182,12 @@ pub(super) fn agents_missing(seen: &Observed, roster: Option<&Roster>) -> Condit
 pub(super) fn flux_nodes_unusable(seen: &Observed) -> ConditionValue {
     let mut unusable = seen.unusable.iter();
     let Some((node, why)) = unusable.next() else { return ConditionValue::no("AsExpected") };
-    let others = match unusable.count() {
-        0 => String::new(),
-        more => format!("; nor can it use {}", many(more as u64, "other FluxNode")),
+    let first = why.message(node);
+    let message = match unusable.count() {
+        0 => first,
+        more => format!("of {} that can't be used, the first: {first}", many(1 + more as u64, "FluxNode")),
     };
-    ConditionValue::yes(why.reason(), format!("{}{others}", why.message(node)))
+    ConditionValue::yes(why.reason(), message)
 }
 
 /// Condition CertificateMissing.

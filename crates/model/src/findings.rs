@@ -35,8 +35,8 @@ pub enum Weight {
     RestartWaits,
     /// A queue starts no jobs.
     QueueStopped,
-    /// The planner can't read or write some FluxNodes: those nodes get no new orders. Last, because whoever has the token of one agent
-    /// can bring it about, and must not hide anything else.
+    /// The planner can't read or write some FluxNodes: those nodes get no new orders. After all other findings, so that the token of one
+    /// agent, which can cause this one, can't hide another.
     FluxNodesUnusable,
     /// Everything is as the spec asks.
     Fine,

@@ -192,8 +192,8 @@ fn is_coming_up(seen: &Observed, roster: &Roster, members: &Members) -> bool {
         let is_stuck = report.is_some_and(|report| {
             report.needs_attention || matches!(report.phase, NodePhase::Failed | NodePhase::Offline)
         });
-        let is_away = seen.agentless.contains_key(&member.node) || seen.unusable.contains_key(&member.node);
-        members.is_ready(rank) && !is_stuck && !is_away
+        let is_unmanaged = seen.agentless.contains_key(&member.node) || seen.unusable.contains_key(&member.node);
+        members.is_ready(rank) && !is_stuck && !is_unmanaged
     };
     matches!(seen.status.phase, InstancePhase::Pending | InstancePhase::Starting)
         && offline(roster, members).all(is_on_its_way)

@@ -4,7 +4,7 @@ mod needs;
 mod tell;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
     pin::pin,
     sync::{
         Arc,
@@ -212,6 +212,7 @@ impl Planner {
             restart_word: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
             fresh_id: &fresh_id,
             agentless: &agentless,
+            // Known once they are written, and no decision depends on them.
             unusable: &BTreeMap::new(),
         };
 
@@ -231,7 +232,7 @@ impl Planner {
         };
         let before = stored.as_ref().map(|(_, document)| document);
         let (written, obstacle) = match self.write_decision(decision, before).await {
-            // All but the roster goes on.
+            // All but changes of the roster goes on.
             Err(error @ ApiError::UnreadableRoster { .. }) => {
                 let problem = Obstacle::Problem { reason: error.reason(), message: error_chain(&error) };
                 (None, foremost(obstacle.into_iter().chain([problem])))
@@ -271,7 +272,11 @@ impl Planner {
         let to_move = stored.filter(|_| !is_written);
         self.moved = to_move.and_then(|(roster, _)| move_limits(roster, secs));
         if let (Some(roster), Some((_, document))) = (&self.moved, to_move) {
-            publish::write_roster(&self.client, roster, Some(document)).await?;
+            match publish::write_roster(&self.client, roster, Some(document)).await {
+                // The limits stay as the other clock has set them; the round goes on and says what is wrong.
+                Err(ApiError::UnreadableRoster { .. }) => self.moved = None,
+                written => written?,
+            }
         }
         self.clock_ahead_secs = None;
         Ok(is_written || self.moved.take().is_some())
@@ -338,8 +343,11 @@ impl Planner {
         }
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
-        self.refused.retain(|name, _| readable(flux_nodes).any(|node| node.name_any() == *name));
-        for (flux_node, spec) in project_all(seen, planned, readable(flux_nodes), is_local) {
+        let projected = project_all(seen, planned, readable(flux_nodes), is_local);
+        let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
+        // The planner does not write the others any more.
+        self.refused.retain(|name, _| names.contains(name));
+        for (flux_node, spec) in projected {
             match publish::write_node(&self.client, flux_node, &spec).await {
                 Ok(()) => drop(self.refused.remove(&flux_node.name_any())),
                 Err(error) if error.is_about_the_object() => self.refuse(flux_node.name_any(), error_chain(&error)),
@@ -351,10 +359,13 @@ impl Planner {
 
     /// Remembers that the API server refuses to change FluxNode `name`, and why.
     fn refuse(&mut self, name: String, why: String) {
-        if !self.refused.contains_key(&name) {
-            warn!(error = why, "can't write a FluxNode");
+        match self.refused.entry(name) {
+            Entry::Occupied(mut known) => known.get_mut().1 = why,
+            Entry::Vacant(new) => {
+                warn!(error = why, "can't write a FluxNode");
+                new.insert((Instant::now(), why));
+            }
         }
-        self.refused.entry(name).or_insert_with(|| (Instant::now(), String::new())).1 = why;
     }
 
     /// Writes or removes the annotations that keep autoscalers away from Nodes. A failure doesn't stop planning.

@@ -255,7 +255,7 @@ fn is_here(lead: &str, node_name: &str) -> Result<(), TakeoverError> {
 
 /// Whether a node's agent runs does not matter for who may lead: what it reported last was read like all other reports.
 static NO_AGENTLESS: BTreeMap<String, String> = BTreeMap::new();
-/// Those of the members that can't be read are refused before; see [`Seen::check`].
+/// Only the status names them.
 static NO_UNUSABLE: BTreeMap<String, Unusable> = BTreeMap::new();
 
 /// What the planner would decide from.

@@ -10,15 +10,15 @@ use serde::{
 use super::{Rank, RosterEntry};
 use crate::{instance::MOST_RANKS, numbers};
 
-/// Most ids of cores and GPUs in all ranks together: 1024 for each rank of the largest instance.
-const MOST_DECLARED: u64 = 1 << 24;
+/// Most ids of cores and GPUs that all ranks of a roster declare together: 1024 for each rank of the largest instance.
+pub const MOST_DECLARED: u64 = 1 << 24;
 
 /// Reads a maxSize that an instance may have: each rank costs memory.
 pub(super) fn max_size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
     numbers::at_most("maxSize", MOST_RANKS, deserializer)
 }
 
-/// Reads ranks one by one, and fails at the first that no instance can have, or once all have more than [`MOST_DECLARED`] ids.
+/// Reads ranks one by one, and fails at the first that no instance can have, or once all declare more than [`MOST_DECLARED`] ids.
 pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<Rank, RosterEntry>, D::Error> {
     struct Ranks;
     impl<'de> Visitor<'de> for Ranks {
@@ -36,7 +36,9 @@ pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeM
                 }
                 declared += entry.declared_ids();
                 if declared > MOST_DECLARED {
-                    return Err(A::Error::custom(format!("the ranks have more than {MOST_DECLARED} cores and GPUs")));
+                    return Err(A::Error::custom(format!(
+                        "the ranks declare more than {MOST_DECLARED} ids of cores and GPUs"
+                    )));
                 }
                 ranks.insert(rank, entry);
             }
@@ -77,8 +79,8 @@ mod tests {
             ("/epoch", json!(i64::MAX), "an epoch or revision is 9223372036854775807, more than 9007199254740992"),
             ("/revision", json!(u64::MAX), "more than"),
             ("/ranks", json!({"16384": entry(1, "")}), "rank 16384 is not below 16384"),
-            ("/ranks", many(entry(65536, "")), "the ranks have more than 16777216 cores"),
-            ("/ranks", many(entry(1, "0-65535")), "the ranks have more than 16777216 cores"),
+            ("/ranks", many(entry(65536, "")), "the ranks declare more than 16777216 ids"),
+            ("/ranks", many(entry(1, "0-65535")), "the ranks declare more than 16777216 ids"),
         ] {
             let refused = with(pointer, value).unwrap_err();
             assert!(refused.contains(said), "{pointer}: {refused}");

@@ -22,9 +22,9 @@ use crate::{
 const BUSY: Duration = Duration::from_secs(1);
 const POLL: Duration = Duration::from_millis(10);
 /// How long processes may take to freeze.
-const FREEZING: Duration = Duration::from_millis(200);
+const FREEZE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The file of the freezer's hierarchy (cgroup v1).
-const STATE: &str = "freezer.state";
+const FREEZER_STATE: &str = "freezer.state";
 
 /// Why the broker can't get cgroups of its own, or they can't be removed.
 #[derive(Debug, thiserror::Error)]
@@ -167,49 +167,44 @@ pub fn members_below(directories: impl IntoIterator<Item = PathBuf>) -> BTreeSet
     found
 }
 
-/// The processes of cgroups, frozen until this is dropped, where the kernel can: those that a signal finds then can't have forked before it.
-#[derive(Debug)]
-pub struct Frozen<'a>(&'a [Place]);
-
-impl<'a> Frozen<'a> {
-    /// Freezes the processes in and below the cgroups of `places`. Waits for at most [`FREEZING`]: one in an uninterruptible call
-    /// freezes after it.
-    pub fn new(places: &'a [Place]) -> Self {
-        let frozen = Self(places);
-        frozen.set(true);
-        let end = Instant::now() + FREEZING;
-        while !places.iter().all(is_frozen) && Instant::now() < end {
-            sleep(Duration::from_millis(1));
-        }
-        frozen
+/// Freezes the processes in and below the cgroups of `places`, so that none forks between a listing and a signal. A kernel without a
+/// freezer changes nothing. Waits for at most [`FREEZE_TIMEOUT`]: a process in an uninterruptible call freezes only when the call ends.
+///
+/// # Errors
+/// If a cgroup can't be frozen. Call [`thaw`] in any case.
+pub fn freeze(places: &[Place]) -> Result<(), CgroupError> {
+    set_frozen(places, true)?;
+    let end = Instant::now() + FREEZE_TIMEOUT;
+    while !places.iter().all(is_frozen) && Instant::now() < end {
+        sleep(Duration::from_millis(1));
     }
-
-    fn set(&self, frozen: bool) {
-        for place in self.0 {
-            let (file, words) =
-                if place.unified { ("cgroup.freeze", ["0", "1"]) } else { (STATE, ["THAWED", "FROZEN"]) };
-            let path = place.directory.join(file);
-            // Other hierarchies have no such file, and old kernels none in the unified one.
-            if path.exists()
-                && let Err(error) = fs::write(&path, words[usize::from(frozen)])
-            {
-                tracing::debug!(%error, path = %path.display(), "can't freeze a cgroup or thaw it");
-            }
-        }
-    }
+    Ok(())
 }
 
-impl Drop for Frozen<'_> {
-    fn drop(&mut self) {
-        self.set(false);
-    }
+/// Lets the processes in and below the cgroups of `places` go on.
+///
+/// # Errors
+/// If a cgroup can't be thawed: no broker may start there.
+pub fn thaw(places: &[Place]) -> Result<(), CgroupError> {
+    set_frozen(places, false)
+}
+
+fn set_frozen(places: &[Place], frozen: bool) -> Result<(), CgroupError> {
+    let set = |place: &Place| {
+        let (file, words) =
+            if place.unified { ("cgroup.freeze", ["0", "1"]) } else { (FREEZER_STATE, ["THAWED", "FROZEN"]) };
+        let path = place.directory.join(file);
+        // Other hierarchies have no such file, and old kernels none in the unified one.
+        if path.exists() { write(&path, words[usize::from(frozen)]) } else { Ok(()) }
+    };
+    places.iter().map(set).fold(Ok(()), Result::and)
 }
 
 fn is_frozen(place: &Place) -> bool {
     let read = |file| fs::read_to_string(place.directory.join(file));
     match place.unified {
         true => read("cgroup.events").map_or(true, |text| !text.lines().any(|line| line == "frozen 0")),
-        false => read(STATE).map_or(true, |text| text.trim() == "FROZEN"),
+        false => read(FREEZER_STATE).map_or(true, |text| text.trim() == "FROZEN"),
     }
 }
 

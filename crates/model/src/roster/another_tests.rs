@@ -83,7 +83,7 @@ fn no_new_roster_is_made_while_a_broker_of_this_instance_may_run() {
         world.reports.get_mut("node2").unwrap().adopted = Some(adopted(1, uid, id));
         world.waited = REPORTS_TIMEOUT;
         let waits =
-            matches!(world.settle(), Decision::Wait(reason) if reason.contains("node node2 reports a broker of"));
+            matches!(world.settle(), Decision::Wait(reason) if reason.contains("node node2 reports a broker of epoch"));
         assert_eq!(waits, counts, "{uid:?} {id} {known:?} {epoch}");
         let in_use = known.is_some() || counts || world.roster.is_some_and(|roster| roster.established);
         world.roster = None;

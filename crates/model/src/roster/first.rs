@@ -34,10 +34,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let copies = copies.filter_map(|(node, field)| Some((node, Roster::parse(&packed::from_field(field)?).ok()?)));
     let is_believed = |copy: &Roster| is_believable(copy.epoch) && is_believable(copy.revision);
     let own = copies.filter(|(_, copy)| copy.instance_uid == seen.instance_uid && is_believed(copy));
-    // A forged epoch counts as none: brokers that run, or a copy that is left, decide instead.
-    let believed = |epoch: u64| Some(epoch).filter(|epoch| is_believable(*epoch)).unwrap_or_default();
-    let status_epoch = believed(seen.status.epoch);
-    let newest = newest_broker(seen);
+    let (newest, status_epoch) = (newest_broker(seen), believed(seen.status.epoch));
     // A host that led before another node took over has the names and the queue of an epoch that is over.
     let last_epoch = newest.map_or(status_epoch, |(_, broker)| believed(broker.epoch).max(status_epoch));
     let own = own.filter(|(_, copy)| copy.epoch >= last_epoch);
@@ -77,29 +74,34 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     }
 }
 
+/// An epoch that is reported, or 0 if the report must be forged: then the other reports decide.
+fn believed(epoch: u64) -> u64 {
+    if is_believable(epoch) { epoch } else { 0 }
+}
+
 /// The broker of the latest epoch among those of this instance that agents report as running, and its node.
 fn newest_broker<'a>(seen: &Observed<'a>) -> Option<(&'a String, &'a Adopted)> {
     let adopted = seen.reports.iter().filter_map(|(node, status)| Some((node, status.adopted.as_ref()?)));
-    adopted.filter(|(_, broker)| is_of_instance(seen, broker)).max_by_key(|(_, broker)| broker.epoch)
+    adopted.filter(|(_, broker)| is_of_instance(seen, broker)).max_by_key(|(_, broker)| believed(broker.epoch))
 }
 
-/// Says that no copy of the roster is as new as the broker of `epoch` on `node`, and as the epoch in the status. Either may be forged.
+/// Says that no copy of the roster is as new as the broker of `epoch` on `node` and the epoch in the status. Either may be forged.
 fn no_copy(node: &str, epoch: u64, status_epoch: u64) -> String {
-    let (source, remedy) = match status_epoch > epoch {
-        true => (
-            "the FluxInstance's status names".to_owned(),
+    let (reported, remedy) = if status_epoch > epoch {
+        (
+            format!("the FluxInstance's status says epoch {status_epoch}"),
             "if the instance never was in that epoch, correct it: `kubectl -n flux-distribute edit fxi flux --subresource=status`"
                 .to_owned(),
-        ),
-        false => (
-            format!("node {node} reports a broker of"),
+        )
+    } else {
+        (
+            format!("node {node} reports a broker of epoch {epoch}"),
             format!("if {node} is gone for good, or never was in that epoch, delete its FluxNode"),
-        ),
+        )
     };
     format!(
-        "the roster is gone and the lead's agent has not reported a copy of epoch {} or later, which {source}: bring the lead's node \
-         back, or stop all brokers ({remedy})",
-        epoch.max(status_epoch)
+        "the roster is gone, and no agent has reported a copy that is new enough: {reported}. Bring the lead's node back, or stop all \
+         brokers ({remedy})"
     )
 }
 

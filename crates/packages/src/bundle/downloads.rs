@@ -53,13 +53,12 @@ impl Downloads {
             TryLockError::WouldBlock => BundleError::Busy { path: out.display().to_string() },
             TryLockError::Error(error) => write()(error).into(),
         })?;
-        // Another user may have moved another directory of ours here.
+        // Another user may have moved another directory of ours here. Only a download makes the mark.
         let entries = fs::read_dir(path_of(&directory)).map_err(write())?;
         let names: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
-        if let Some(name) = names.first().filter(|_| !names.iter().any(|name| name == MARK)) {
+        if !names.is_empty() && !names.iter().any(|name| name == MARK) {
             let problem = format!(
-                "it holds {}, which no download put there: move it away, or write the bundle to another directory",
-                Path::new(name).display()
+                "it has no file {MARK}, so it may not be a download's: move it away, or write the bundle to another directory"
             );
             return Err(BundleError::input(&path, problem));
         }

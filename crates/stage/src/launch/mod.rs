@@ -345,46 +345,46 @@ impl Places {
         let places = self.cgroups()?;
         let deadline = Instant::now() + KILL_TIMEOUT;
         loop {
-            // Processes that fork and end faster than they can be listed would get away.
-            let frozen = cgroup::Frozen::new(&places);
-            let left: Vec<Identity> = cgroup::members(&places).into_iter().filter_map(Identity::of).collect();
-            let Some(first) = left.first() else { return Ok(()) };
+            // Processes that fork faster than they can be listed would get away. A stage that was killed may have left them frozen.
+            let frozen = cgroup::freeze(&places);
+            let left = kill_members(&places);
+            match (cgroup::thaw(&places), frozen) {
+                (Err(error), Ok(())) => return Err(error.into()),
+                (_, Err(error)) => tracing::warn!(%error, "can't freeze what a broker left behind"),
+                (Ok(()), Ok(())) => {}
+            }
+            let Some(first) = left?.into_iter().next() else { return Ok(()) };
             if Instant::now() >= deadline {
                 return Err(LaunchError::Unkillable { pid: first.pid });
             }
-            for process in &left {
-                process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal { pid: process.pid, source })?;
-            }
-            drop(frozen);
             first.wait_gone(Duration::from_millis(500));
         }
     }
+}
+
+/// Sends SIGKILL to all processes in and below the cgroups of `places`; returns them.
+fn kill_members(places: &[cgroup::Place]) -> Result<Vec<Identity>, LaunchError> {
+    let found: Vec<Identity> = cgroup::members(places).into_iter().filter_map(Identity::of).collect();
+    for process in &found {
+        process.signal(Signal::SIGKILL).map_err(|source| LaunchError::Signal { pid: process.pid, source })?;
+    }
+    Ok(found)
 }
 
 fn running(process: Identity, record: RunRecord) -> RunningBroker {
     RunningBroker { pid: process.pid, start_time: process.start_time, systemd: record.systemd, record: record.record }
 }
 
-/// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are. What another user
-/// left there goes: a directory in the place of the socket would end each start.
+/// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are.
 fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
     fs::create_dir_all(path.parent().unwrap_or(path))?;
-    let open = || match fs::create_dir(path) {
-        Ok(()) => trust::open_unless_user_mounted(path),
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        Err(_) => {
-            let found = trust::open_unless_user_mounted(path)?;
-            let owner = found.metadata()?.uid();
-            if owner == user.uid { Ok(found) } else { Err(io::Error::other(format!("it belongs to uid {owner}"))) }
-        }
-    };
-    // The last broker's user may have mounted something over its rundir.
-    let made = open().or_else(|error| {
-        tracing::warn!(%error, path = %path.display(), "the broker's rundir can't be used and is made again");
+    let is_its_own = trust::open_unless_user_mounted(path).and_then(|found| Ok(found.metadata()?.uid() == user.uid));
+    // The last broker's user may have mounted something over it, or put a directory in the socket's place, which would end each start.
+    if !is_its_own.unwrap_or_default() {
         remove_all_if_there(path)?;
         fs::create_dir(path)?;
-        trust::open_unless_user_mounted(path)
-    })?;
+    }
+    let made = trust::open_unless_user_mounted(path)?;
     made.set_permissions(fs::Permissions::from_mode(0o755))?;
     fchown(&made, Some(user.uid), Some(user.gid))
 }
