@@ -17,19 +17,23 @@ say() { echo "fresh-root: $*"; }
 [ "$(id -u)" = 0 ] || { say "run this as root" >&2; exit 2; }
 command -v debootstrap >/dev/null || { say "debootstrap is missing: apt install debootstrap" >&2; exit 2; }
 
-root=${FRESH_ROOT:-}
-if [ -z "$root" ]; then
-    # Its mounts are in a namespace that ends before this does.
-    root=$(mktemp -d)
-    # apt reads it as a user of its own.
-    chmod 755 "$root"
-    trap 'rm -rf --one-file-system "$root" "$root.log"' EXIT
+# Other users can't put anything into it.
+work=$(mktemp -d)
+# Its mounts are in a namespace that ends before this does.
+trap 'rm -rf --one-file-system "$work"' EXIT
+# apt reads the root as a user of its own.
+chmod 755 "$work"
+root=${FRESH_ROOT:-$work/root}
+mkdir -p "$root"
+if [ ! -O "$root" ] || [ -n "$(find "$root" -maxdepth 0 -perm /022)" ]; then
+    say "$root belongs to another user or is open to others: what is in it would run as root" >&2
+    exit 2
 fi
 if [ ! -e "$root/etc/debian_version" ]; then
     say "making $suite with $packages"
-    debootstrap --variant=minbase --include="${packages// /,}" "$suite" "$root" "$mirror" >"$root.log" 2>&1 ||
-        { tail "$root.log" >&2; say "no $suite could be made from $mirror" >&2; exit 75; }
-    rm -f "$root.log"
+    # Without the keyring, debootstrap would only warn that it trusts whoever answers.
+    debootstrap --force-check-gpg --variant=minbase --include="${packages// /,}" "$suite" "$root" "$mirror" >"$work/log" 2>&1 ||
+        { tail "$work/log" >&2; say "no $suite could be made from $mirror" >&2; exit 75; }
 fi
 
 # The network as this machine has it: name servers, proxies of apt, authorities that its administrator trusts.

@@ -96,6 +96,18 @@ async fn a_file_with_more_names_than_links_to_it_are_allowed_is_refused() {
     }
 }
 
+/// For each, rattler writes a file of which the package has no more than a few bytes.
+#[tokio::test]
+async fn a_package_with_many_entry_points_is_refused() {
+    let entry_points: Vec<_> = (0..10_001).map(|number| format!("e{number} = a:b")).collect();
+    let entry_points: Vec<&str> = entry_points.iter().map(String::as_str).collect();
+    let evil = Lie::new("evil-1.0-0.conda", conda(&with_entry_points("evil", &entry_points, &[]), &[]));
+    let python = [Entry::file("lib/flux", b""), Entry::file("lib/python1.0", b"")];
+    let python = Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python));
+    let refusal = told(&[evil, python]).await;
+    assert!(refusal.message.contains("has 10001 entry points, more than 10000") && !refusal.transient, "{refusal}");
+}
+
 #[tokio::test]
 async fn a_table_of_contents_that_would_fill_the_memory_is_refused() {
     let mut zip = zip::ZipWriter::new(io::Cursor::new(conda(&[], &[])));

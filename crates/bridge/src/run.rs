@@ -13,7 +13,7 @@ use kube::Api;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 
-use api::{PodCounts, Rank, Roster};
+use api::{PodCounts, Rank, Roster, RosterEntry};
 use base::error_chain;
 use broker::{queues::ensure_recorded, rfc3::RpcError};
 use cluster::call;
@@ -281,6 +281,7 @@ impl Kubernetes {
             jobs: Some(jobs),
             pods: Some(pods),
             targets,
+            ranks: ranks(&told.roster),
             facts,
             namespaces,
             doubtful,
@@ -352,6 +353,15 @@ fn targets(roster: &Roster, nodes: &BTreeMap<String, k8s_openapi::api::core::v1:
         Some((rank, found?))
     };
     roster.ranks.keys().filter_map(|rank| target(*rank)).collect()
+}
+
+/// See [`World::ranks`].
+fn ranks(roster: &Roster) -> BTreeMap<String, Rank> {
+    let member = |(rank, entry): (&Rank, &RosterEntry)| {
+        let declares = entry.resources.as_ref().is_some_and(|declared| !declared.excluded);
+        Some((entry.member.as_ref().filter(|_| declares)?.node.clone(), *rank))
+    };
+    roster.ranks.iter().filter_map(member).collect()
 }
 
 #[cfg(test)]

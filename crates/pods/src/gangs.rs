@@ -208,8 +208,13 @@ impl<'a> Gang<'a> {
 
     /// Finds what keeps its pods from being bound.
     fn examined(mut self, known: Known<'a>) -> Self {
-        if self.problem.is_none() && self.waiting().next().is_some() {
-            self.problem = self.find_problem(known);
+        if self.waiting().next().is_some() {
+            // Nothing else is known of a namespace that has not opted in, and nothing can be written there.
+            if !known.namespaces.contains(&self.id.namespace) {
+                self.problem = Some(Problem::NotOptedIn(self.id.namespace.clone()));
+            } else if self.problem.is_none() {
+                self.problem = self.find_problem(known);
+            }
         }
         self
     }
@@ -224,9 +229,6 @@ impl<'a> Gang<'a> {
         }
         if self.is_apart() && self.id.kind == GangKind::Pod {
             return Some(Unsupported::PodAntiAffinity.into());
-        }
-        if !known.namespaces.contains(&self.id.namespace) {
-            return Some(Problem::NotOptedIn(self.id.namespace.clone()));
         }
         for claim in plans().flat_map(|(_, plan)| &plan.claims) {
             match known.facts.claims.get(&(self.id.namespace.clone(), claim.clone())) {

@@ -31,6 +31,20 @@ impl NodeRules {
         }
     }
 
+    /// Number of keys, requirements, values and tolerations in `spec`: what it costs to compare them with a node.
+    pub fn count(spec: &PodSpec) -> usize {
+        let affinity = spec.affinity.as_ref().and_then(|affinity| affinity.node_affinity.as_ref());
+        let affinity = affinity.and_then(|a| a.required_during_scheduling_ignored_during_execution.as_ref());
+        let terms = affinity.map(|affinity| affinity.node_selector_terms.as_slice()).unwrap_or_default();
+        let requirements = |term: &NodeSelectorTerm| {
+            let all = term.match_expressions.iter().flatten().chain(term.match_fields.iter().flatten());
+            1 + all.map(|wanted| 1 + wanted.values.as_ref().map_or(0, Vec::len)).sum::<usize>()
+        };
+        spec.node_selector.as_ref().map_or(0, BTreeMap::len)
+            + terms.iter().map(requirements).sum::<usize>()
+            + spec.tolerations.as_ref().map_or(0, Vec::len)
+    }
+
     /// True if nodeSelector and node affinity permit a node with these labels.
     pub fn select(&self, node: &str, labels: &Labels) -> bool {
         self.selector.iter().all(|(key, value)| labels.get(key) == Some(value))

@@ -55,7 +55,7 @@ fn a_gang_may_run_where_its_rules_its_volumes_and_the_room_permit() {
     };
     let nothing: fn(&mut PodView) = |_| {};
     let idle: fn(&mut BTreeMap<Rank, Target>) = |_| {};
-    let foreign = |cores| PodView { is_bridged: false, ..on("node0", pod("other", cores)) };
+    let foreign = |cores| PodView { is_bridged: false, is_taken_up: true, ..on("node0", pod("other", cores)) };
     for (what, change, nodes, others, expected) in [
         ("anywhere", nothing, idle, vec![], vec![0, 1, 2]),
         ("its selector", |p| plan(p).rules.selector = [("zone".into(), "a".into())].into(), in_zone, vec![], vec![1]),
@@ -78,6 +78,13 @@ fn a_gang_may_run_where_its_rules_its_volumes_and_the_room_permit() {
         ("too few cores", |p| p.requests.cpu = 4000, idle, vec![], vec![0, 1]),
         ("pods of others", nothing, idle, vec![foreign(4)], vec![1, 2]),
         ("some pods of others", nothing, idle, vec![foreign(3)], vec![0, 1, 2]),
+        (
+            "one that kubelet may refuse",
+            nothing,
+            idle,
+            vec![PodView { is_taken_up: false, ..foreign(4) }],
+            vec![0, 1, 2],
+        ),
         ("bridged pods, which Flux knows of", nothing, idle, vec![on("node0", pod("other", 4))], vec![0, 1, 2]),
         ("memory", |p| p.requests.memory = 5, |t| t.get_mut(&2).unwrap().allocatable.memory = 4, vec![], vec![0, 1]),
         (

@@ -184,15 +184,17 @@ impl PodView {
         let plan = spec.filter(|_| is_bridged && node.is_none()).map(|spec| {
             let mut names: Vec<&str> = owner.iter().flat_map(|owner| [owner.name.as_str(), &owner.uid]).collect();
             names.extend(hints.names());
+            let spreads = requests
+                .clone()
+                .map_err(Unsupported::from)
+                .and_then(|_| check_annotations(meta.annotations.as_ref()))
+                .and_then(|()| check_fields(spec, &labels, &namespace, &names));
             Box::new(Plan {
-                rules: NodeRules::of(spec),
+                // They stay in memory.
+                rules: if spreads == Err(Unsupported::Rules) { NodeRules::default() } else { NodeRules::of(spec) },
                 claims: claims(spec, meta.name.as_deref().unwrap_or_default()),
                 is_gated: spec.scheduling_gates.iter().flatten().next().is_some(),
-                spreads: requests
-                    .clone()
-                    .map_err(Unsupported::from)
-                    .and_then(|_| check_annotations(meta.annotations.as_ref()))
-                    .and_then(|()| check_fields(spec, &labels, &namespace, &names)),
+                spreads,
                 seconds: spec.active_deadline_seconds.and_then(|seconds| u64::try_from(seconds).ok()),
                 priority: spec.priority.unwrap_or(0),
                 told: scheduled.filter(|condition| condition.status == "False").map(|condition| {

@@ -6,7 +6,7 @@ use k8s_openapi::{
 };
 
 use crate::{
-    node_rules::Labels,
+    node_rules::{Labels, NodeRules},
     record::{ANNOTATION_JOB, LONGEST_RECORD},
     requests::UnreadableRequest,
 };
@@ -15,6 +15,9 @@ use model::matching;
 /// Most bytes of a pod's annotations, keys included: the 256 KiB that an object may have (`TotalAnnotationSizeLimitB` in
 /// k8s.io/apimachinery), less the record of a job.
 const MOST_ANNOTATION_BYTES: usize = (256 << 10) - LONGEST_RECORD - ANNOTATION_JOB.len();
+
+/// Most rules about nodes of a pod, as [`NodeRules::count`] counts them.
+const MOST_RULES: usize = 500;
 
 const HOSTNAME: &str = "kubernetes.io/hostname";
 
@@ -39,6 +42,12 @@ pub enum Unsupported {
     /// A spreading that must hold.
     #[error("spec.topologySpreadConstraints with whenUnsatisfiable: DoNotSchedule is not supported by scheduler flux")]
     TopologySpread,
+    /// Rules that are compared with each node in each decision.
+    #[error(
+        "its nodeSelector, node affinity and tolerations have more than {MOST_RULES} keys, requirements and values together, which \
+         scheduler flux does not support"
+    )]
+    Rules,
     /// A volume that is made where its pod goes.
     #[error(
         "the volume claim {0} waits for its first consumer, which scheduler flux does not support: use a storage class with \
@@ -71,6 +80,9 @@ pub(crate) fn check_annotations(annotations: Option<&Labels>) -> Result<(), Unsu
 /// # Errors
 /// [`Unsupported`].
 pub fn check_fields(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str]) -> Result<bool, Unsupported> {
+    if NodeRules::count(spec) > MOST_RULES {
+        return Err(Unsupported::Rules);
+    }
     if spec.resource_claims.iter().flatten().next().is_some() {
         return Err(Unsupported::ResourceClaims);
     }
@@ -191,6 +203,22 @@ mod tests {
         ] {
             let expected = if expected { Ok(true) } else { Err(Unsupported::PodAntiAffinity) };
             assert_eq!(found(apart(term.clone())), expected, "{term}");
+        }
+    }
+    #[test]
+    fn more_rules_than_anybody_needs_are_refused() {
+        let terms = |count: usize| {
+            let absent = json!({"matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]});
+            let terms = json!({"nodeSelectorTerms": vec![absent; count]});
+            json!({"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}})
+        };
+        let tolerations = |count: usize| json!({"tolerations": vec![json!({"operator": "Exists"}); count]});
+        let values: Vec<_> = (0..501).map(|number| number.to_string()).collect();
+        let one = json!({"matchExpressions": [{"key": "a", "operator": "In", "values": values}]});
+        let one = json!({"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [one]}});
+        assert!(found(terms(250)).is_ok() && found(tolerations(500)).is_ok());
+        for spec in [terms(251), tolerations(501), json!({"affinity": {"nodeAffinity": one}})] {
+            assert_eq!(found(spec), Err(Unsupported::Rules));
         }
     }
 }

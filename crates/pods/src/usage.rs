@@ -21,7 +21,7 @@ impl Usage {
     }
 }
 
-/// By node: what all its pods ask for that have not ended, and what the foreign ones do.
+/// By node: what all its pods ask for that have not ended, and what the foreign ones do that a scheduler has bound or kubelet has taken up.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UsageByNode {
     all: BTreeMap<String, Usage>,
@@ -40,7 +40,8 @@ impl UsageByNode {
         for pod in pods.into_iter().filter(|pod| pod.holds(now)) {
             let Some(node) = &pod.node else { continue };
             usage.add(node, &pod.requests);
-            if is_foreign(pod) {
+            // Whoever may create a pod can name a node in it that has no room, which kubelet refuses a moment later.
+            if is_foreign(pod) && (pod.bound.is_some() || pod.is_taken_up) {
                 usage.foreign.entry(node.clone()).or_default().add(&pod.requests);
             }
         }

@@ -33,6 +33,9 @@ pub struct World {
     pub pods: Option<Pods>,
     /// The Nodes that hold a rank on which jobs may run.
     pub targets: BTreeMap<Rank, Target>,
+    /// The rank of each member by its Node's name, if jobs may run on it. Unlike in `targets`, the Node may be deleted or unreadable: its
+    /// pods run on, perhaps until it is back, and keep their cores until the member loses its rank.
+    pub ranks: BTreeMap<String, Rank>,
     /// What the pods refer to.
     pub facts: Facts,
     /// Namespaces in which the bridge may bind, tell, evict and suspend.

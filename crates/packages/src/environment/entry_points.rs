@@ -11,6 +11,9 @@ use std::{
 use rattler::install::PythonInfo;
 use rattler_conda_types::package::{IndexJson, LinkJson, NoArchLinks, PackageFile, PathType, PathsJson};
 
+/// Most entry points of a package: rattler writes a file for each, of which the archive has no more than a few bytes.
+const MOST_ENTRY_POINTS: usize = 10_000;
+
 /// What the packages have in the directory of programs so far.
 #[derive(Default)]
 pub(crate) struct Programs {
@@ -42,6 +45,10 @@ impl Programs {
         if let Some(python) = python
             && let Ok(LinkJson { noarch: NoArchLinks::Python(links), .. }) = LinkJson::from_package_directory(directory)
         {
+            if links.entry_points.len() > MOST_ENTRY_POINTS {
+                let count = links.entry_points.len();
+                return Some(format!("package {package} has {count} entry points, more than {MOST_ENTRY_POINTS}"));
+            }
             added.extend(links.entry_points.iter().map(|entry| (python.bin_dir.join(&entry.command), true)));
         }
         for (path, is_entry_point) in added {

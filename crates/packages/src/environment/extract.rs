@@ -63,7 +63,7 @@ pub(crate) fn extract(
     limits: Limits,
     memory: &Memory,
 ) -> Result<(Contents, Option<PathBuf>), UnpackError> {
-    let mut unpacking = Unpacking { tree: UnpackedTree::new(into), contents: Contents::new(), limits };
+    let mut unpacking = Unpacking { tree: UnpackedTree::new(into), contents: Contents::new(), entries: 0, limits };
     let mut magic = [0; 2];
     let read = archive.read(&mut magic).and_then(|_| archive.rewind());
     read.map_err(broken)?;
@@ -125,6 +125,8 @@ fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
 struct Unpacking<'a> {
     tree: UnpackedTree<'a>,
     contents: Contents,
+    /// Entries so far: each costs memory, also one that repeats another.
+    entries: u64,
     limits: Limits,
 }
 
@@ -145,8 +147,9 @@ impl Unpacking<'_> {
                 EntryKind::Directory => Kind::Directory,
             };
             self.contents.insert(checked.path, kind);
-            if self.contents.len() as u64 > self.limits.entries {
-                return Err(UnpackError::Limit { limit: format!("{} files", self.limits.entries) });
+            self.entries += 1;
+            if self.entries > self.limits.entries {
+                return Err(UnpackError::Limit { limit: format!("{} entries", self.limits.entries) });
             }
         }
         // The sha256 also covers what follows the last entry.

@@ -71,6 +71,9 @@ pub(super) fn submit_pins<'a>(
         } else if let Some(request) = pin(round, gang, &missing, rank) {
             round.actions.push(Action::Submit(Box::new(request)));
             pins.again = Again::Submitting;
+        } else if !matches!(pins.again, Again::Submitting) {
+            // Its Node is deleted or unreadable. A job of the gang that holds the cores must stay.
+            pins.again = Again::Paused;
         }
     }
     pins

@@ -30,9 +30,9 @@ pub(super) struct Round<'a> {
     pub usage: UsageByNode,
     /// How many cores of each rank belong to pods that the bridge has bound, or to host jobs.
     taken: BTreeMap<Rank, u32>,
-    /// The rank of each node.
+    /// The rank of each member's node.
     pub ranks: BTreeMap<&'a str, Rank>,
-    /// All ranks.
+    /// The ranks of all targets.
     pub members: BTreeSet<Rank>,
     by_gang: BTreeMap<&'a GangId, Vec<(&'a Job, &'a BridgedJob)>>,
     busy: BTreeSet<&'a GangId>,
@@ -79,8 +79,9 @@ fn taken<'a>(
     let mut taken: BTreeMap<Rank, u32> = BTreeMap::new();
     for pod in pods {
         let Some(rank) = pod.node.as_deref().and_then(|node| ranks.get(node)) else { continue };
+        let Some(target) = targets.get(rank) else { continue };
         let taken = taken.entry(*rank).or_default();
-        *taken = taken.saturating_add(cores(pod.requests.cpu, targets[rank].threads));
+        *taken = taken.saturating_add(cores(pod.requests.cpu, target.threads));
     }
     for slot in jobs.iter().filter(|job| job.bridged().is_none()).flat_map(Job::held) {
         let taken = taken.entry(slot.rank).or_default();
@@ -110,7 +111,7 @@ impl<'a> Round<'a> {
         for (job, bridged) in jobs.bridged() {
             by_gang.entry(&bridged.record.gang).or_default().push((job, bridged));
         }
-        let ranks = world.targets.iter().map(|(rank, target)| (target.node.as_str(), *rank)).collect();
+        let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
         let ours = shown.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));
         Self {
             world,

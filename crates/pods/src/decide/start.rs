@@ -80,7 +80,14 @@ pub(super) fn ask<'a>(
 ) -> Progress {
     let request = match request {
         Ok(request) => request,
-        Err(no_place) => return Progress { words: Some(Words::no_place(&no_place)), ..Progress::default() },
+        Err(no_place) => {
+            // Else a pod of anybody that comes and goes would have the job cancelled and submitted each time.
+            let may_change = |held: &&Held| held.job.submitted.saturating_add(RESUBMIT_AFTER);
+            let young = pending.filter(|held| round.now < may_change(held));
+            young.iter().for_each(|held| round.wake_at(may_change(held)));
+            let needed = young.map(|held| held.job.id).into_iter().collect();
+            return Progress { needed, words: Some(Words::no_place(&no_place)) };
+        }
     };
     if let Some(held) = pending {
         let words = wait(round, held, request, gang.since(), queue);

@@ -19,6 +19,10 @@ const LONGEST_MESSAGE: usize = 4096;
 pub const AUTOSCALE_AFTER: Millis = 30 * SECOND;
 /// How often a message changes that has the same reason.
 const TELL_EVERY: Millis = 60 * SECOND;
+/// Most messages of one decision, fewer than the bridge may write at once: one that is decided and not begun would count as told.
+const MOST_MESSAGES: usize = 32;
+/// How soon the next ones follow.
+const MORE_MESSAGES_AFTER: Millis = 100;
 /// How many places of the queue the bridge says.
 const PLACES: usize = 20;
 /// How long kubelet may take to take up a pod.
@@ -148,6 +152,11 @@ fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words, is
             return;
         }
     }
+    if round.actions.iter().filter(|action| matches!(action, Action::Tell(_))).count() >= MOST_MESSAGES {
+        round.wake_at(round.now + MORE_MESSAGES_AFTER);
+        return;
+    }
+    let told = memory.told.entry(pod.uid.clone()).or_default();
     // Only the last condition is one that the pod shows.
     if is_condition {
         told.clear();

@@ -79,6 +79,7 @@ impl Bed {
             }),
             jobs: Some(Jobs::of(0)),
             pods: Some(Pods { by_uid: BTreeMap::new(), listed: BEGIN - FORCED_HOLD }),
+            ranks: targets(nodes).into_values().map(|target| (target.node, target.rank)).collect(),
             targets: targets(nodes),
             namespaces: ["default".to_owned()].into(),
             ..World::default()

@@ -327,8 +327,49 @@ fn pods_on_a_node_that_has_left_are_forgotten() {
     bed.settle();
     bed.run_all();
     bed.seen.targets.remove(&1);
+    bed.seen.ranks.remove("node1");
     bed.settle();
     bed.end("g0", Phase::Succeeded);
     bed.pass_long();
     assert_eq!((bed.bound(), bed.shown_jobs().len()), (vec!["g1@node1".to_owned()], 0));
+}
+
+/// An administrator deletes a Node, and kubelet makes it again. Its pods run on, if that is soon enough.
+#[test]
+fn pods_whose_node_object_is_deleted_keep_their_cores_while_the_member_keeps_its_rank() {
+    let mut bed = Bed::new(&[1, 1]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    let deleted = bed.seen.targets.remove(&1).unwrap();
+    bed.submit_host_job(1, 1);
+    bed.settle();
+    bed.end("g0", Phase::Succeeded);
+    bed.pass_long();
+    assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0-1"]);
+    // The lead's broker restarts meanwhile, with the job that holds the cores.
+    bed.restart_broker(|_| true, false);
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0-1"]);
+    bed.seen.targets.insert(1, deleted);
+    bed.settle();
+    bed.end("g1", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+/// kubelet refuses it a moment later.
+#[test]
+fn a_pod_that_somebody_puts_on_a_node_without_room_changes_nothing_for_those_that_wait() {
+    let mut bed = Bed::new(&[1]);
+    bed.submit_host_job(1, 1);
+    bed.settle();
+    bed.create([pod("waits", 1)]);
+    bed.settle();
+    let before = bed.shown_jobs();
+    let mut huge = PodView { is_bridged: false, node: Some("node0".into()), ..pod("huge", 1000) };
+    huge.plan = None;
+    bed.create([huge]);
+    bed.pass_long();
+    assert_eq!((bed.shown_jobs(), bed.jobs.len()), (before, 2));
 }
