@@ -358,8 +358,8 @@ fn targets(roster: &Roster, nodes: &BTreeMap<String, k8s_openapi::api::core::v1:
 /// See [`World::ranks`].
 fn ranks(roster: &Roster) -> BTreeMap<String, Rank> {
     let member = |(rank, entry): (&Rank, &RosterEntry)| {
-        let declares = entry.resources.as_ref().is_some_and(|declared| !declared.excluded);
-        Some((entry.member.as_ref().filter(|_| declares)?.node.clone(), *rank))
+        let runs_jobs = entry.resources.is_some() && !entry.is_excluded();
+        Some((entry.member.as_ref().filter(|_| runs_jobs)?.node.clone(), *rank))
     };
     roster.ranks.iter().filter_map(member).collect()
 }

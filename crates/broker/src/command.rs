@@ -195,9 +195,9 @@ const LEAD_SILENT: &str = "flux-connect.sh: the broker of rank 0 does not answer
 
 /// The connect script for users of the host. Only the brokers' owner may use the instance, so root becomes that owner: `uid` with
 /// primary group `gid`. The script must not look them up: the owner controls what is at the brokers' rundir, and the host's name
-/// service may map the owner's name to another user. The script drops
-/// root's environment, because every job of the owner can read that of the new shell. It keeps SHELL, which a shell without it would take from the
-/// owner's entry in passwd(5): that often allows no login.
+/// service may map the owner's name to another user. The script drops root's environment, because every job of the owner can read that
+/// of the new shell. It keeps SHELL, which a shell without it would take from the owner's entry in passwd(5): that often allows no
+/// login.
 /// The script prints a greeting only before an interactive shell, not before a command's output.
 pub fn connect_script(environment: &Path, uid: u32, gid: u32) -> String {
     let bin = environment.join("bin");

@@ -12,8 +12,9 @@ use nix::unistd::geteuid;
 use super::trust::{WRITABLE_BY_OTHERS, open_unless_user_mounted};
 
 /// Makes a directory with mode 0700, or opens one that belongs to this user and that no other user can write to. One that was there
-/// keeps its mode; a file system without modes, such as FAT, shows its mount's for all directories. Where others can write above it, they may have made it, or may put another directory of this user's there at any time: check what it holds, and
-/// reach that through the result (see [`path_of`](super::opening::path_of)), not through the path.
+/// keeps its mode; a file system without modes, such as FAT, shows its mount's for all directories. Where others can write above it,
+/// they may have made it, or may put another directory of this user's there at any time: check what it holds, and reach that through
+/// the result (see [`path_of`](super::opening::path_of)), not through the path.
 ///
 /// # Errors
 /// If it can't be made or opened; `PermissionDenied` if other users own one that is there, or can write to it; `Unsupported` if the file

@@ -2,7 +2,7 @@
 
 use super::{
     round::Round,
-    start::{Queued, RESUBMIT_AFTER},
+    start::{Queued, may_change_at},
 };
 use crate::time::{Millis, SECOND};
 
@@ -26,7 +26,7 @@ pub(super) fn keep_order(round: &mut Round, mut queue: Vec<Queued>) {
     }
     again.sort_by_key(|queued| (queued.since, queued.job.id));
     for Queued { job, request, .. } in again {
-        let may_change = job.submitted.saturating_add(RESUBMIT_AFTER);
+        let may_change = may_change_at(job);
         match round.now >= may_change {
             true => round.resubmit(job, request),
             false => round.wake_at(may_change),

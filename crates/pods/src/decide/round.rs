@@ -37,6 +37,8 @@ pub(super) struct Round<'a> {
     by_gang: BTreeMap<&'a GangId, Vec<(&'a Job, &'a BridgedJob)>>,
     busy: BTreeSet<&'a GangId>,
     pub actions: Vec<Action>,
+    /// How many of the actions are messages.
+    pub messages: usize,
     /// The next moment at which something changes by itself.
     pub wake: Option<Millis>,
 }
@@ -127,6 +129,7 @@ impl<'a> Round<'a> {
             by_gang,
             busy: world.under_way.iter().filter_map(Action::occupies).collect(),
             actions: Vec::new(),
+            messages: 0,
             wake: None,
         }
     }

@@ -28,7 +28,12 @@ use crate::{
 };
 
 /// How long a job stays as it was submitted, though it may run on other ranks by now.
-pub(super) const RESUBMIT_AFTER: Millis = 5 * SECOND;
+const RESUBMIT_AFTER: Millis = 5 * SECOND;
+
+/// When `job` may be replaced, though its gang may run on other ranks, or on none, before that.
+pub(super) fn may_change_at(job: &Job) -> Millis {
+    job.submitted.saturating_add(RESUBMIT_AFTER)
+}
 
 /// What became of pods that wait.
 #[derive(Default)]
@@ -82,9 +87,8 @@ pub(super) fn ask<'a>(
         Ok(request) => request,
         Err(no_place) => {
             // Else a pod of anybody that comes and goes would have the job cancelled and submitted each time.
-            let may_change = |held: &&Held| held.job.submitted.saturating_add(RESUBMIT_AFTER);
-            let young = pending.filter(|held| round.now < may_change(held));
-            young.iter().for_each(|held| round.wake_at(may_change(held)));
+            let young = pending.filter(|held| round.now < may_change_at(held.job));
+            young.iter().for_each(|held| round.wake_at(may_change_at(held.job)));
             let needed = young.map(|held| held.job.id).into_iter().collect();
             return Progress { needed, words: Some(Words::no_place(&no_place)) };
         }
@@ -108,7 +112,7 @@ fn wait<'a>(
     since: Millis,
     queue: &mut Vec<Queued<'a>>,
 ) -> Option<Words> {
-    let may_change = held.job.submitted.saturating_add(RESUBMIT_AFTER);
+    let may_change = may_change_at(held.job);
     if is_as_wanted(round, held.bridged, &request) {
         queue.push(Queued { job: held.job, request, since });
     } else if round.now >= may_change {

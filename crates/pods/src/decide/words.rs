@@ -152,11 +152,11 @@ fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words, is
             return;
         }
     }
-    if round.actions.iter().filter(|action| matches!(action, Action::Tell(_))).count() >= MOST_MESSAGES {
+    if round.messages >= MOST_MESSAGES {
         round.wake_at(round.now + MORE_MESSAGES_AFTER);
         return;
     }
-    let told = memory.told.entry(pod.uid.clone()).or_default();
+    round.messages += 1;
     // Only the last condition is one that the pod shows.
     if is_condition {
         told.clear();

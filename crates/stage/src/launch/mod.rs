@@ -378,9 +378,12 @@ fn running(process: Identity, record: RunRecord) -> RunningBroker {
 /// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are.
 fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
     fs::create_dir_all(path.parent().unwrap_or(path))?;
-    let is_its_own = trust::open_unless_user_mounted(path).and_then(|found| Ok(found.metadata()?.uid() == user.uid));
+    let owner = trust::open_unless_user_mounted(path).and_then(|found| Ok(found.metadata()?.uid()));
     // The last broker's user may have mounted something over it, or put a directory in the socket's place, which would end each start.
-    if !is_its_own.unwrap_or_default() {
+    if !matches!(owner, Ok(owner) if owner == user.uid) {
+        if !matches!(&owner, Err(error) if error.kind() == io::ErrorKind::NotFound) {
+            tracing::warn!(?owner, path = %path.display(), "the broker's rundir can't be used and is made again");
+        }
         remove_all_if_there(path)?;
         fs::create_dir(path)?;
     }
