@@ -357,7 +357,7 @@ async fn bridged(client: &Client, kind: GangKind, cores: u32) -> JobId {
     let gang = GangId { kind, namespace: "default".into(), name: "p".into(), uid: "uid-p".into() };
     let member = MemberPod { name: "p".into(), uid: "uid-p".into(), index: None };
     let request = JobRequest {
-        record: JobRecord { gang, members: vec![member], threads: 1, pinned: None },
+        record: JobRecord { gang, members: vec![member], threads: 1, queued: 0, pinned: None },
         slots: 1,
         cores,
         spreads: false,

@@ -95,7 +95,7 @@ pub(crate) fn request(slots: u32, cores: u32) -> JobRequest {
     let gang = GangId { kind: GangKind::Annotated, namespace: "default".into(), name: "g".into(), uid: String::new() };
     let member_pod = |index: u32| MemberPod { name: format!("p{index}"), uid: format!("uid-p{index}"), index: None };
     JobRequest {
-        record: JobRecord { gang, members: (0..slots).map(member_pod).collect(), threads: 1, pinned: None },
+        record: JobRecord { gang, members: (0..slots).map(member_pod).collect(), threads: 1, queued: 0, pinned: None },
         slots,
         cores,
         spreads: false,

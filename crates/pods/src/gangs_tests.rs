@@ -130,7 +130,7 @@ fn a_pod_that_runs_is_not_beyond_its_gang() {
 
 #[test]
 fn a_pod_that_is_about_to_end_does_not_take_its_successors_place() {
-    let ending = PodView { is_deleting: true, ..bound(of_job("train", 0)) };
+    let ending = PodView { to_end_by: Some(0), ..bound(of_job("train", 0)) };
     let successor = PodView { name: "train-0b".into(), uid: "uid-b".into(), ..of_job("train", 0) };
     let others = (1..3).map(|n| bound(of_job("train", n)));
     let pods: Vec<_> = [ending, successor].into_iter().chain(others).collect();
@@ -141,7 +141,7 @@ fn a_pod_that_is_about_to_end_does_not_take_its_successors_place() {
 fn an_incomplete_gang_says_how_many_of_its_pods_exist() {
     let mut gated = annotated("p1", "g", 3);
     plan(&mut gated).is_gated = true;
-    let deleting = PodView { is_deleting: true, ..annotated("p2", "g", 3) };
+    let deleting = PodView { to_end_by: Some(0), ..annotated("p2", "g", 3) };
     let ended = PodView { phase: Phase::Succeeded, ..annotated("p3", "g", 3) };
     let words = problem(&[annotated("p0", "g", 3), gated, deleting, ended], &facts()).unwrap().to_string();
     assert_eq!(words, "1 of 3 pods of gang default/g exist");

@@ -123,7 +123,7 @@ mod tests {
         let member =
             |index: u32| MemberPod { name: format!("train-{index}"), uid: format!("u{index}"), index: Some(index) };
         JobRequest {
-            record: JobRecord { gang, members: vec![member(0), member(1)], threads: 2, pinned: None },
+            record: JobRecord { gang, members: vec![member(0), member(1)], threads: 2, queued: 1500, pinned: None },
             slots: 2,
             cores: 4,
             spreads: false,
@@ -152,6 +152,7 @@ mod tests {
                         "gang": {"kind": "Job", "namespace": "default", "name": "train", "uid": "uid-j"},
                         "members": [{"name": "train-0", "uid": "u0", "index": 0}, {"name": "train-1", "uid": "u1", "index": 1}],
                         "threads": 2,
+                        "queued": 1500,
                     }},
                 },
             })

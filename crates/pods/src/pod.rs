@@ -55,8 +55,8 @@ pub struct PodView {
     pub is_refused: bool,
     /// kubelet has taken it up: status.startTime is set.
     pub is_taken_up: bool,
-    /// metadata.deletionTimestamp is set.
-    pub is_deleting: bool,
+    /// metadata.deletionTimestamp: it is being deleted, and kubelet kills it at this moment if it has not ended.
+    pub to_end_by: Option<Millis>,
     /// When the API server sent its deletion. The effect layer keeps such a pod, as it was last, for [`FORCED_HOLD`].
     pub gone: Option<Millis>,
     /// What it asks of its node.
@@ -214,7 +214,7 @@ impl PodView {
             bound: bound.map(|time| time.0.as_millisecond()),
             is_refused: phase == Phase::Failed && node.is_some() && !any_container_ran(pod),
             is_taken_up,
-            is_deleting: meta.deletion_timestamp.is_some(),
+            to_end_by: meta.deletion_timestamp.as_ref().map(|time| time.0.as_millisecond()),
             gone: None,
             requests: requests.unwrap_or_default(),
             record: annotation(ANNOTATION_JOB)
@@ -253,9 +253,14 @@ impl PodView {
         self.gone.is_some() && !self.is_taken_up
     }
 
+    /// Somebody has deleted it, and it may be there for as long as its grace lasts, or its node does not answer.
+    pub fn is_deleting(&self) -> bool {
+        self.to_end_by.is_some()
+    }
+
     /// It is not about to end.
     pub fn stays(&self) -> bool {
-        !self.is_deleting && self.gone.is_none() && !self.is_terminal()
+        !self.is_deleting() && self.gone.is_none() && !self.is_terminal()
     }
 
     /// It can be bound, now or once its scheduling gates are removed.

@@ -66,7 +66,7 @@ fn a_bound_pod_is_parsed_with_its_record() {
         "status": {"phase": "Running", "conditions": scheduled, "startTime": "2026-01-01T00:00:03Z"},
     }));
     assert_eq!((pod.node.as_deref(), pod.bound, pod.plan.is_none()), (Some("node3"), Some(1_767_225_602_000), true));
-    assert_eq!((pod.phase, pod.is_taken_up, pod.is_deleting), (Phase::Running, true, true));
+    assert_eq!((pod.phase, pod.is_taken_up, pod.is_deleting()), (Phase::Running, true, true));
     let record = pod.record.unwrap();
     assert_eq!((record.rank, record.cores.to_string()), (3, "0-1".to_owned()));
 }
@@ -79,7 +79,7 @@ fn cores_are_held_as_long_as_a_container_may_run() {
         ("not bound", PodView::default(), 0, false),
         ("bound", bound(Phase::Pending), 0, true),
         ("running", bound(Phase::Running), 0, true),
-        ("terminating", PodView { is_deleting: true, ..bound(Phase::Running) }, 0, true),
+        ("terminating", PodView { to_end_by: Some(0), ..bound(Phase::Running) }, 0, true),
         ("succeeded", bound(Phase::Succeeded), 0, false),
         ("failed", bound(Phase::Failed), 0, false),
         ("deleted by force", gone(Phase::Running), 1000 + FORCED_HOLD - 1, true),

@@ -10,6 +10,8 @@ use broker::job_id::JobId;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
+use crate::time::Millis;
+
 /// Annotation on a bound pod: its [`PodRecord`] as JSON. It is written with the binding.
 pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
 
@@ -113,6 +115,10 @@ pub struct JobRecord {
     pub members: Vec<MemberPod>,
     /// Hardware threads of a core where it may run.
     pub threads: u32,
+    /// When the gang came into the queue: this job may have taken the place of earlier ones. 0 in jobs of versions that did not
+    /// write it.
+    #[serde(default)]
+    pub queued: Millis,
     /// The job is pinned to this rank, because its pods are there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<Rank>,

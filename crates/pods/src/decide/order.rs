@@ -1,30 +1,58 @@
-//! Among gangs of one urgency the older one is first, though a job that was submitted again is behind the others.
+//! Among gangs of one urgency, the one that came into the queue first is first, though a job that was submitted again is behind the
+//! others.
 
 use super::{
     round::Round,
     start::{Queued, may_change_at},
 };
-use crate::time::{Millis, SECOND};
+use crate::{
+    gangs::Gang,
+    record::JobRecord,
+    time::{Millis, SECOND},
+};
 
-/// How much younger a gang must be than one that was submitted after it. Creation times are whole seconds, and pods are seen
+/// How much later a gang must have come than one that was submitted after it. Creation times are whole seconds, and pods are seen
 /// a moment after they were created.
-const YOUNGER_BY: Millis = 2 * SECOND;
+const LATER_BY: Millis = 2 * SECOND;
 
-/// Submits again the jobs of gangs that are younger than one behind them.
+/// A gang's place among those of its urgency.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct QueuePlace {
+    /// When it came into the queue. A gang of which a pod has been made again is as old as that pod; one that could not be submitted for
+    /// hours is not put before those that have waited meanwhile.
+    queued: Millis,
+    /// When its last pod was created. It counts among gangs that came at the same time, as all do after Flux has lost its queue.
+    created: Millis,
+}
+
+impl QueuePlace {
+    /// The place of a job of `gang` with this record.
+    pub fn of(gang: &Gang, record: &JobRecord) -> Self {
+        let created = gang.since();
+        Self { queued: record.queued.max(created), created }
+    }
+
+    fn is_behind(self, other: Self) -> bool {
+        let is_later = |this: Millis, that: Millis| this > that.saturating_add(LATER_BY);
+        is_later(self.queued, other.queued) || (self.queued == other.queued && is_later(self.created, other.created))
+    }
+}
+
+/// Submits again the jobs of gangs that came later than one behind them.
 pub(super) fn keep_order(round: &mut Round, mut queue: Vec<Queued>) {
     queue.sort_by_key(|queued| (queued.job.urgency, std::cmp::Reverse(queued.job.id)));
-    let mut oldest: Option<(u8, Millis)> = None;
+    let mut first: Option<(u8, QueuePlace)> = None;
     let mut again = Vec::new();
     for queued in queue {
         let urgency = queued.job.urgency;
-        let behind = oldest.filter(|(of, _)| *of == urgency).map(|(_, since)| since);
-        if behind.is_some_and(|behind| queued.since > behind.saturating_add(YOUNGER_BY)) {
+        let first_after_it = first.filter(|(of, _)| *of == urgency).map(|(_, place)| place);
+        if first_after_it.is_some_and(|other| queued.place.is_behind(other)) {
             again.push(queued);
         } else {
-            oldest = Some((urgency, behind.unwrap_or(Millis::MAX).min(queued.since)));
+            first = Some((urgency, first_after_it.map_or(queued.place, |other| other.min(queued.place))));
         }
     }
-    again.sort_by_key(|queued| (queued.since, queued.job.id));
+    again.sort_by_key(|queued| (queued.place, queued.job.id));
     for Queued { job, request, .. } in again {
         let may_change = may_change_at(job);
         match round.now >= may_change {

@@ -1,12 +1,15 @@
-//! If a gang can't be completed for too long, it begins again: the bridge suspends its Job, and resumes it once the pods are gone.
+//! If a gang can't be completed for too long, it begins again: the bridge suspends its Job, and resumes it once the pods are gone, or
+//! only such are left as their nodes do not end: those keep their cores, and others take their places.
 //!
 //! Pods are never deleted one by one, because each counts on the Job's backoffLimit.
 
 use super::{memory::Memory, round::Round, words::is_not_taken_up};
 use crate::{
     action::{Action, JobRef},
-    facts::SuspendReason,
+    facts::{KubeJob, SuspendReason},
     gangs::Gang,
+    pod::PodView,
+    time::Millis,
 };
 
 /// Suspends the Job of `gang` if the gang has run in part for too long.
@@ -33,16 +36,24 @@ pub(super) fn suspend_if_stuck(round: &mut Round, memory: &mut Memory, gang: &Ga
     }
 }
 
-/// Resumes the Jobs that were suspended for that, and have no pods any more.
+/// Resumes the Jobs that were suspended for that, and whose pods have gone.
 pub(super) fn resume(round: &mut Round) {
-    let is_under_way = |job: &JobRef| {
-        round.world.under_way.iter().any(|action| matches!(action, Action::ResumeJob(other) if other == job))
-    };
-    let is_gone = |uid: &str| !round.gangs.iter().any(|gang| gang.job.is_some_and(|job| job.uid == uid));
-    let jobs =
-        round.world.facts.jobs.values().filter(|job| {
-            job.is_to_be_resumed() && is_gone(&job.uid) && round.world.namespaces.contains(&job.namespace)
-        });
-    let jobs: Vec<_> = jobs.map(JobRef::from).filter(|job| !is_under_way(job)).map(Action::ResumeJob).collect();
-    round.actions.extend(jobs);
+    let jobs = round.world.facts.jobs.values().filter(|job| job.is_to_be_resumed());
+    for job in jobs.filter(|job| round.world.namespaces.contains(&job.namespace)) {
+        let resume = Action::ResumeJob(JobRef::from(job));
+        match pods_are_gone_at(round, job) {
+            Some(at) if round.now < at => round.wake_at(at),
+            _ if round.world.under_way.contains(&resume) => {}
+            _ => round.actions.push(resume),
+        }
+    }
+}
+
+/// When the last pod of `job` is no longer waited for; None if there is none. A pod that is still there so long after its end is on a
+/// node that does not answer: Kubernetes' Job controller replaces it, too.
+fn pods_are_gone_at(round: &Round, job: &KubeJob) -> Option<Millis> {
+    let gangs = round.gangs.iter().filter(|gang| gang.job.is_some_and(|other| other.uid == job.uid));
+    let patience = round.world.settings.complete_after;
+    let waited_for_until = |pod: &&PodView| pod.to_end_by.map_or(Millis::MAX, |end| end.saturating_add(patience));
+    gangs.flat_map(|gang| &gang.members).map(waited_for_until).max()
 }

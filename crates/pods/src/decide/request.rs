@@ -29,7 +29,7 @@ pub(super) fn request(
     let place = place(gang, pods, Limits { targets, usage: &round.usage, facts, avoided, threads })?;
     let priority = pods.iter().filter_map(|pod| Some(pod.plan.as_ref()?.priority)).min();
     Ok(JobRequest {
-        record: record(gang, pods, place.threads, None),
+        record: record(round, gang, pods, place.threads, None),
         slots: u32::try_from(pods.len()).unwrap_or(u32::MAX),
         cores: place.cores,
         spreads: gang.spreads() && pods.len() > 1,
@@ -46,7 +46,7 @@ pub(super) fn pin(round: &Round, gang: &Gang, pods: &[&PodView], rank: Rank) -> 
     let largest = pods.iter().map(|pod| cores(pod.requests.cpu, target.threads)).max()?.min(target.cores);
     let slots = u32::try_from(pods.len()).unwrap_or(u32::MAX).min(target.cores.checked_div(largest)?);
     Some(JobRequest {
-        record: record(gang, pods, target.threads, Some(rank)),
+        record: record(round, gang, pods, target.threads, Some(rank)),
         slots,
         cores: largest,
         spreads: false,
@@ -69,9 +69,17 @@ pub(super) fn is_large_enough((_, bridged): (&Job, &BridgedJob), pod: &PodView) 
     cores(pod.requests.cpu, bridged.record.threads) <= bridged.shape.cores
 }
 
-fn record(gang: &Gang, pods: &[&PodView], threads: u32, pinned: Option<Rank>) -> JobRecord {
+fn record(round: &Round, gang: &Gang, pods: &[&PodView], threads: u32, pinned: Option<Rank>) -> JobRecord {
     let member_pod = |pod: &&PodView| MemberPod { name: pod.name.clone(), uid: pod.uid.clone(), index: pod.index };
-    JobRecord { gang: gang.id.clone(), members: pods.iter().map(member_pod).collect(), threads, pinned }
+    let jobs = round.jobs_of(&gang.id);
+    let queued = jobs.iter().filter(|(job, _)| job.is_active()).map(|(_, bridged)| bridged.record.queued).min();
+    JobRecord {
+        gang: gang.id.clone(),
+        members: pods.iter().map(member_pod).collect(),
+        threads,
+        queued: queued.unwrap_or(round.now),
+        pinned,
+    }
 }
 
 /// The longest of the pods' durations, in seconds.

@@ -8,6 +8,7 @@ use broker::job_id::JobId;
 use super::{
     hold::{Held, Holdings},
     memory::Memory,
+    order::QueuePlace,
     pause::reason_to_pause,
     request::{is_as_wanted, is_large_enough, request},
     round::Round,
@@ -48,8 +49,8 @@ pub(super) struct Progress {
 pub(super) struct Queued<'a> {
     pub job: &'a Job,
     pub request: JobRequest,
-    /// When its gang became one.
-    pub since: Millis,
+    /// See [`QueuePlace`].
+    pub place: QueuePlace,
 }
 
 /// Submits a gang that is complete, or binds all its pods to what it was given.
@@ -94,7 +95,7 @@ pub(super) fn ask<'a>(
         }
     };
     if let Some(held) = pending {
-        let words = wait(round, held, request, gang.since(), queue);
+        let words = wait(round, gang, held, request, queue);
         return Progress { needed: [held.job.id].into(), words };
     }
     if let Some(words) = reason_to_pause(round, &gang.id) {
@@ -107,14 +108,15 @@ pub(super) fn ask<'a>(
 /// Keeps a job waiting, or submits it again if its gang may run on other ranks by now.
 fn wait<'a>(
     round: &mut Round<'a>,
+    gang: &Gang,
     held: &Held<'a>,
     request: JobRequest,
-    since: Millis,
     queue: &mut Vec<Queued<'a>>,
 ) -> Option<Words> {
     let may_change = may_change_at(held.job);
     if is_as_wanted(round, held.bridged, &request) {
-        queue.push(Queued { job: held.job, request, since });
+        let place = QueuePlace::of(gang, &request.record);
+        queue.push(Queued { job: held.job, request, place });
     } else if round.now >= may_change {
         round.resubmit(held.job, request);
     } else {

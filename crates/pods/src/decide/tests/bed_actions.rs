@@ -3,7 +3,17 @@
 use serde_json::json;
 
 use super::bed::{Bed, News};
-use crate::{action::Action, allocation::Slot, jobs::NOTE, pod::PodView, world::Queues};
+use crate::{
+    action::Action,
+    allocation::Slot,
+    jobs::NOTE,
+    pod::PodView,
+    time::{Millis, SECOND},
+    world::Queues,
+};
+
+/// How long a pod may take to end.
+const GRACE: Millis = 30 * SECOND;
 
 impl Bed {
     /// Does what the bridge wants. What came of it is news.
@@ -29,7 +39,7 @@ impl Bed {
                     return;
                 };
                 assert_eq!(pod.node, None, "{} is bound twice", pod.name);
-                if !pod.is_deleting {
+                if !pod.is_deleting() {
                     let slots = self.jobs.get(&binding.record.id).and_then(|job| job.slots.as_ref());
                     let slot = Slot { rank: binding.record.rank, cores: binding.record.cores.clone() };
                     assert!(slots.is_some_and(|slots| slots.contains(&slot)), "{} is bound to nothing", pod.name);
@@ -82,7 +92,7 @@ impl Bed {
     /// The pod gets a deletion timestamp, or is gone if it is not bound.
     pub fn delete(&mut self, uid: &str, serial: u64) {
         let Some(pod) = self.pods.get_mut(uid) else { return };
-        pod.is_deleting = true;
+        pod.to_end_by = Some(self.now + GRACE);
         let pod = pod.clone();
         let is_bound = pod.node.is_some();
         self.show_pod(pod, serial);

@@ -83,6 +83,27 @@ fn a_gang_that_cant_be_completed_is_begun_again_by_its_job() {
 }
 
 #[test]
+fn a_gang_begins_again_though_a_pod_of_it_can_never_end_on_its_dead_node() {
+    let mut bed = Bed::new(&[1, 1, 1, 1]);
+    with_job(&mut bed, "train", 2);
+    bed.settle();
+    bed.change("train-0", |pod| (pod.phase, pod.is_taken_up) = (Phase::Running, true));
+    bed.pass(120 * SECOND);
+    let suspended = |bed: &Bed| bed.seen.facts.jobs["uid-train"].suspended_for;
+    assert_eq!(suspended(&bed), Some(SuspendReason::Incomplete));
+    bed.end("train-0", Phase::Failed);
+    bed.vanish("train-0");
+    // train-1 has 30 s to end, and is waited for 60 s longer.
+    bed.pass(89 * SECOND);
+    assert_eq!(suspended(&bed), Some(SuspendReason::Incomplete));
+    bed.pass(2 * SECOND);
+    assert_eq!(suspended(&bed), None);
+    bed.create((0..2).map(|index| again("train", index, 1)));
+    bed.settle();
+    assert_eq!(bed.bound(), ["train-0-1@node2", "train-1@node1", "train-1-1@node3"]);
+}
+
+#[test]
 fn bare_pods_are_not_deleted_for_a_refusal() {
     let mut bed = Bed::new(&[2]);
     bed.create(gang("g", 2));
@@ -100,9 +121,9 @@ fn a_cancel_by_a_person_evicts_the_gang() {
     bed.run_all();
     bed.cancel(JobId(1), "");
     bed.pass(2 * SECOND - 1);
-    assert!(bed.pods.values().all(|pod| !pod.is_deleting));
+    assert!(bed.pods.values().all(|pod| !pod.is_deleting()));
     bed.pass(1);
-    assert!(bed.pods.values().all(|pod| pod.is_deleting));
+    assert!(bed.pods.values().all(|pod| pod.is_deleting()));
     assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0"], "what runs keeps its cores until it has ended");
     ["g0", "g1"].into_iter().for_each(|name| bed.end(name, Phase::Failed));
     bed.pass_long();
@@ -150,6 +171,6 @@ fn a_cancel_by_a_broker_that_stops_touches_no_pod() {
         // Another life of the broker does not take it up.
         bed.broker().in_run_since = Some(bed.now);
         bed.pass(10 * SECOND);
-        assert_eq!(bed.pods.values().any(|pod| pod.is_deleting), evicted, "left run after {leaves_run_after} ms");
+        assert_eq!(bed.pods.values().any(|pod| pod.is_deleting()), evicted, "left run after {leaves_run_after} ms");
     }
 }

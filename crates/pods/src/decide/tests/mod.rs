@@ -132,7 +132,7 @@ fn cores_are_held_until_the_last_pod_has_ended_or_is_gone() {
     };
     bed.end("g0", Phase::Succeeded);
     assert_eq!(held(&mut bed), 1, "a sibling runs");
-    bed.change("g1", |pod| pod.is_deleting = true);
+    bed.change("g1", |pod| pod.to_end_by = Some(BEGIN));
     assert_eq!(held(&mut bed), 1, "a sibling is terminating");
     bed.end("g1", Phase::Failed);
     assert_eq!(held(&mut bed), 0);
@@ -237,6 +237,45 @@ fn the_older_gang_is_first_though_it_was_submitted_again() {
     bed.change("old0", |pod| pod.requests.cpu = 1001);
     bed.pass(6 * SECOND);
     assert_eq!(bed.shown_jobs(), ["default/urgent 1x1 waits", "default/old 2x2 waits", "default/young 2x1 waits"]);
+}
+
+#[test]
+fn a_gang_that_could_not_be_submitted_before_is_behind_those_that_have_waited_meanwhile() {
+    let mut bed = Bed::new(&[2, 2]);
+    bed.submit_host_job(2, 2);
+    bed.settle();
+    let mut late = pod("late", 1);
+    plan(&mut late).rules.selector.insert("gpu".into(), "yes".into());
+    bed.create([late]);
+    bed.pass(60 * SECOND);
+    bed.create([pod("young", 1)]);
+    bed.pass(60 * SECOND);
+    bed.seen.targets.get_mut(&0).unwrap().labels.insert("gpu".into(), "yes".into());
+    bed.pass(60 * SECOND);
+    assert_eq!(bed.shown_jobs(), ["default/young 1x1 waits", "default/late 1x1 waits"]);
+    assert!(!bed.done.iter().any(|action| matches!(action, Action::Resubmit { .. })), "host jobs would overtake it");
+    // A change of its request costs it no place.
+    bed.change("young", |pod| pod.requests.cpu = 1001);
+    bed.pass(20 * SECOND);
+    assert_eq!(bed.shown_jobs(), ["default/young 1x2 waits", "default/late 1x1 waits"]);
+}
+
+#[test]
+fn gangs_that_flux_has_forgotten_are_queued_by_age() {
+    let mut bed = Bed::new(&[2]);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    for name in ["b", "c", "a"] {
+        bed.create([pod(name, 1)]);
+        bed.pass(10 * SECOND);
+    }
+    // Flux has taken them in another order than the bridge has sent them.
+    bed.jobs.retain(|id, _| *id == JobId(1));
+    bed.seen.jobs.as_mut().unwrap().keep(|id| id == JobId(1));
+    let decision = bed.decide();
+    decision.actions.iter().rev().for_each(|action| bed.carry_out(action));
+    bed.pass(20 * SECOND);
+    assert_eq!(bed.shown_jobs(), ["default/b 1x1 waits", "default/c 1x1 waits", "default/a 1x1 waits"]);
 }
 
 #[test]

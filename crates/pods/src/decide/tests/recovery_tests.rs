@@ -314,7 +314,7 @@ fn a_job_that_ended_while_its_pod_runs_is_replaced_by_a_pin() {
     bed.pass(10 * SECOND);
     assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0"]);
     let pinned = bed.jobs.values().filter_map(FluxJob::bridged).all(|job| job.record.pinned == Some(0));
-    assert!(pinned && bed.pods.values().all(|pod| !pod.is_deleting));
+    assert!(pinned && bed.pods.values().all(|pod| !pod.is_deleting()));
 }
 
 #[test]
