@@ -260,6 +260,44 @@ async fn no_package_writes_through_a_symlink_of_its_own_that_is_moved() {
     assert!(refusal.message.contains("can't use package evil-1.0-0") && !refusal.transient, "{refusal}");
 }
 
+/// If several packages have something in one place, rattler puts what loses aside, and moves what was below it there, too: through it, if
+/// it is a symlink.
+#[tokio::test]
+async fn no_package_has_its_files_put_aside_through_a_symlink_of_its_own() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let python = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::file("bin/python1.0", &noise(10_000))];
+    let other =
+        [Entry::file("lib/python1.0/site-packages/foo/other", b"x"), Entry::file("share/noise", &noise(100_000))];
+    for (moved, below) in [
+        ("site-packages/foo", "lib/python1.0/site-packages/foo/job"),
+        ("lib/python1.0/site-packages/foo", "site-packages/foo/job"),
+    ] {
+        let outside = outside();
+        let job = Entry::file(below, b"* * * * * root evil\n");
+        let evil = [Entry::symlink(moved, outside.path().to_str().unwrap()), job];
+        let packages = [
+            Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
+            Lie::new("other-1.0-0.conda", conda(&info("other", &honest(&other)), &other)),
+            Lie::new("evil-1.0-0.conda", conda(&with_entry_points("evil", &[], &honest(&evil)), &evil)),
+        ];
+        let PackageSet::Lock { lock, question } = lock(&packages) else { panic!("not a lock") };
+        // Of two that have something in one place, the one that depends on the other wins.
+        let size = format!("  size: {}\n", packages[2].archive.len());
+        let lock = lock.replace(&size, &format!("{size}  depends:\n  - other\n"));
+        let (host, set) = (Host::new(), PackageSet::Lock { lock, question });
+        for lie in &packages {
+            fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
+        }
+        let linked = host.link(&set).await;
+        assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
+        let refusal = linked.unwrap_err();
+        assert!(refusal.message.contains("can't use package evil-1.0-0") && !refusal.transient, "{refusal}");
+        assert!(refusal.message.contains("would be below another one of its entries"), "{refusal}");
+    }
+}
+
 /// A lock says where Python's packages have their modules, so a symlink there may lead further up than it seems.
 #[tokio::test]
 async fn no_symlink_leaves_the_environment_when_it_is_moved() {

@@ -60,7 +60,7 @@ impl Tools {
             Action::Bind(binding) => by_api_server(self.bind(binding).await),
             Action::Tell(tell) => {
                 tell::event(&self.client, &self.identity, tell).await;
-                match tell.is_condition {
+                match tell.reason.is_condition() {
                     true => by_api_server(tell::condition(&self.client, tell).await),
                     false => Answer::Done(None),
                 }

@@ -22,13 +22,13 @@ use cluster::{
 
 /// Name of the Lease.
 const LEASE_BRIDGE: &str = "flux-bridge";
-/// Annotation: the broker that pods have been given their cores in.
+/// Annotation: the life of the lead's broker ([`pods::world::Broker`]) in which the pods that run have been given their cores again.
 const ANNOTATION_BROKER: &str = "distribute.flux-framework.org/broker";
 /// How long a holder may be silent.
 const DURATION: Duration = Duration::from_secs(15);
 /// Longest name of a Node, in characters. A holder's name comes from an object that any agent may write, without a limit.
 const LONGEST_NAME: usize = 253;
-/// How often it is renewed.
+/// How often the Lease is renewed.
 pub(crate) const RENEW_EVERY: Duration = Duration::from_secs(4);
 
 /// The Lease as this process knows it.
@@ -37,9 +37,9 @@ pub(crate) struct BridgeLease {
     identity: String,
     /// Until when it is certainly ours.
     until: Option<Instant>,
-    /// The broker that it names.
+    /// What [`ANNOTATION_BROKER`] names.
     broker: Option<String>,
-    /// Another one that has it.
+    /// The agent that holds it, if that is not this one.
     holder: Option<String>,
     sight: Sight,
 }
@@ -56,12 +56,13 @@ impl BridgeLease {
         }
     }
 
-    /// True if nobody else may write. An action takes no longer than the rest of the Lease.
+    /// True if nobody else may write now, or in the next moments, which are enough to send what begins now. If the API server is slower,
+    /// a write is still one that names what it was decided by: a pod's uid, a Job's uid, the broker's connection.
     pub(crate) fn is_ours(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() + RENEW_EVERY / 2 < until)
     }
 
-    /// Why it is not ours.
+    /// Why the Lease is not ours.
     pub(crate) fn waits_for(&self) -> Option<String> {
         (!self.is_ours()).then(|| match &self.holder {
             Some(holder) => format!("agent {holder} still holds Lease {LEASE_BRIDGE}"),
@@ -69,7 +70,7 @@ impl BridgeLease {
         })
     }
 
-    /// The broker that it names.
+    /// What [`ANNOTATION_BROKER`] names.
     pub(crate) fn broker(&self) -> Option<&str> {
         self.broker.as_deref()
     }
@@ -77,18 +78,18 @@ impl BridgeLease {
     /// Takes or renews it, if that may be done. With `broker`, makes it name that one.
     ///
     /// # Errors
-    /// The API server's. Another one that was faster is no error.
+    /// The API server's. Another agent that was faster is no error.
     pub(crate) async fn renew(&mut self, broker: Option<&str>) -> Result<(), ApiError> {
         let asked = Instant::now();
         let found = call("get Lease flux-bridge", self.leases.get_opt(LEASE_BRIDGE)).await?;
         let view = found.as_ref().map(|lease| self.sight.view(lease, DURATION));
-        let before = found.as_ref().and_then(named).map(str::to_owned);
+        let before = found.as_ref().and_then(broker_of).map(str::to_owned);
         let broker = broker.map(str::to_owned).or(before.clone());
         let step = next_step(view.as_ref(), &self.identity);
         let (metadata, create) = match (step, found) {
             (LeaseStep::Yield(_), found) => {
-                let named = found.and_then(|lease| lease.spec?.holder_identity);
-                self.holder = named.map(|name| name.chars().take(LONGEST_NAME).collect());
+                let holder = found.and_then(|lease| lease.spec?.holder_identity);
+                self.holder = holder.map(|name| name.chars().take(LONGEST_NAME).collect());
                 (self.until, self.broker) = (None, before);
                 return Ok(());
             }
@@ -126,6 +127,6 @@ impl BridgeLease {
     }
 }
 
-fn named(lease: &Lease) -> Option<&str> {
+fn broker_of(lease: &Lease) -> Option<&str> {
     lease.metadata.annotations.as_ref()?.get(ANNOTATION_BROKER).map(String::as_str)
 }

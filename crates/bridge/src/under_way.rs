@@ -142,7 +142,7 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
         Action::Bind(binding) => pods.by_uid.get(&binding.pod.uid).is_none_or(|pod| pod.node.is_some()),
         Action::Tell(tell) => pods.by_uid.get(&tell.pod.uid).and_then(|pod| pod.plan.as_ref()).is_none_or(|plan| {
             let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));
-            !tell.is_condition || told == Some((tell.reason.word(), tell.message.as_str()))
+            !tell.reason.is_condition() || told == Some((tell.reason.word(), tell.message.as_str()))
         }),
         Action::Evict { pods: evicted, .. } => evicted
             .iter()

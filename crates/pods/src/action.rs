@@ -125,9 +125,6 @@ pub struct Tell {
     pub reason: Reason,
     /// A sentence.
     pub message: String,
-    /// Also as condition PodScheduled=False with this reason. An Event is made in any case, if the reason is another one than
-    /// the condition has.
-    pub is_condition: bool,
 }
 
 /// What a [`Tell`] is about: the reason of condition and Event.
@@ -151,6 +148,13 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// True if the pod gets condition PodScheduled=False with this reason. An Event is made in any case, if the reason is another one
+    /// than the condition has. A pod that is bound keeps PodScheduled=True, and in a namespace that has not opted in, no condition can
+    /// be written.
+    pub fn is_condition(self) -> bool {
+        !matches!(self, Self::NotOptedIn | Self::Padded | Self::NotStarted)
+    }
+
     /// The word in Kubernetes.
     pub fn word(self) -> &'static str {
         match self {

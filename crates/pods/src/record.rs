@@ -15,7 +15,7 @@ use crate::time::Millis;
 /// Annotation on a bound pod: its [`PodRecord`] as JSON. It is written with the binding.
 pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
 
-/// Longest name of a gang, in bytes.
+/// Longest name of a gang, and longest uid, in bytes: that of a label's value.
 pub const LONGEST_NAME: usize = 63;
 
 /// True if `text` has the length and the characters of a label's value. Names and uids that users choose go into jobs, and onto the
@@ -32,7 +32,7 @@ pub const LONGEST_RECORD: usize = 4096;
 /// What a bound pod says about its cores.
 #[derive(Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct PodRecord {
-    /// The job that held them when the pod was bound; F58 in JSON.
+    /// The job that held them when the pod was bound; F58 (RFC 19) in JSON.
     #[serde(deserialize_with = "read_id")]
     pub id: JobId,
     /// Their rank.
@@ -68,7 +68,7 @@ pub enum GangKind {
     Coscheduling,
     /// Fluence's labels.
     Fluence,
-    /// An Indexed Job with as many completions as pods at a time.
+    /// An Indexed Job with completions = parallelism.
     Job,
     /// Nothing: one pod by itself.
     Pod,
@@ -113,9 +113,9 @@ pub struct JobRecord {
     pub gang: GangId,
     /// The pods, in the order in which they get its slots. A gang's later pods get slots of pods that have ended.
     pub members: Vec<MemberPod>,
-    /// Hardware threads of a core where it may run.
+    /// Hardware threads of each core of the nodes where the job may run.
     pub threads: u32,
-    /// When the gang came into the queue: this job may have taken the place of earlier ones. 0 in jobs of versions that did not
+    /// When the gang came into the queue, in milliseconds since the Unix epoch: this job may have taken the place of earlier ones. 0 in jobs of versions that did not
     /// write it.
     #[serde(default)]
     pub queued: Millis,

@@ -1,7 +1,9 @@
+//! Claims a host: the prefix, and `state.json` in it, before anything else is written.
+
 use std::{
     ffi::OsStr,
-    fs::{self, Permissions},
-    os::unix::fs::PermissionsExt,
+    fs::{self, DirEntry, Permissions},
+    os::{fd::OwnedFd, unix::fs::PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -38,14 +40,14 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     // Before anything is made: the directories may belong to other users.
     trust::nearest(root, &order.prefix)?;
     let dir = root.path(&order.prefix);
-    let open = match trust::directory(root, &order.prefix) {
+    let writable_mode = match trust::directory(root, &order.prefix) {
         Ok(_) => None,
         Err(Distrust::Open { mode, .. }) => Some(mode),
         Err(distrust) => return Err(distrust.into()),
     };
     let check = || {
         // The owners first: what a user owns is not looked into.
-        if open.is_some() {
+        if writable_mode.is_some() {
             check_owners(root, &order.prefix)?;
         }
         check_content(root, &order.prefix, &order.instance_uid)
@@ -57,7 +59,7 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     trust::make_closed_directory(root, &order.prefix, 0o755)?;
     // Checked again now that the prefix is closed: until then others may have been able to write there.
     if let Err(refusal) = check() {
-        if let Some(mode) = open {
+        if let Some(mode) = writable_mode {
             // Restored, else the next claim would take the closed prefix for root's own.
             let _ = fs::set_permissions(&dir, Permissions::from_mode(mode));
             // The pointer would lead every later order to a directory that can't be trusted.
@@ -87,8 +89,8 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The claim of this host. A prefix outside the candidates may have lost its pointer: then its own state.json counts,
-/// and the pointer is written again.
+/// The claim of this host. A prefix that is none of the default directories is found by its pointer. If that is lost, the
+/// prefix's own state.json counts, and the pointer is written again.
 fn find_claim(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> {
     if let Some(found) = state::find(root)? {
         return Ok(Some(found));
@@ -144,14 +146,14 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
         return Ok(());
     }
     // Through the open directory: by now something else may be mounted at its path.
-    let open = path_of(&directory);
-    let Ok(entries) = fs::read_dir(&open) else { return Ok(()) };
-    let early = [open.join(LOCK), open.join(LOCK_REPLACING), aside(&open.join(STATE))];
-    let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    let opened = path_of(&directory);
+    let of_interrupted_claim = [opened.join(LOCK), opened.join(LOCK_REPLACING), aside(&opened.join(STATE))];
+    let mut found: Vec<PathBuf> = entries(&directory, prefix)?.iter().map(|entry| entry.path()).collect();
+    // Asked for its error: nobody may have mounted anything in it.
     for path in &found {
         trust::owner(&directory, prefix, path.file_name().unwrap_or_default())?;
     }
-    found.retain(|path| !early.contains(path) && !statedir::is_kept(path));
+    found.retain(|path| !of_interrupted_claim.contains(path) && !statedir::is_kept(path));
     let Some(first) = found.first() else { return Ok(()) };
     let Some(instance_uid) = configured_for(root, prefix) else {
         return Err(Refusal::new(format!(
@@ -183,11 +185,17 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
     )))
 }
 
+/// All entries of a prefix: what can't be read is not taken for empty.
+fn entries(directory: &OwnedFd, prefix: &Path) -> Result<Vec<DirEntry>, Refusal> {
+    let found = fs::read_dir(path_of(directory)).and_then(Iterator::collect);
+    found.map_err(|error| Refusal::new(format!("can't read directory {}: {error}", prefix.display())))
+}
+
 /// Requires that root owns everything in the prefix. What a removal kept is recognised by name and content and may
-/// belong to any brokers' user, but if others can write to the prefix, they may have put it there.
+/// belong to the user of any broker, but if others can write to the prefix, they may have put it there.
 fn check_owners(root: &Root, prefix: &Path) -> Result<(), Refusal> {
     let Some(directory) = trust::directory_to_close(root, prefix)? else { return Ok(()) };
-    for entry in fs::read_dir(path_of(&directory)).into_iter().flatten().flatten() {
+    for entry in entries(&directory, prefix)? {
         let Some(uid) = trust::owner(&directory, prefix, &entry.file_name())? else { continue };
         if !trust::is_trusted(uid) {
             return Err(Refusal::new(format!(
@@ -209,6 +217,7 @@ fn configured_for(root: &Root, prefix: &Path) -> Option<String> {
     Some(roster.get("instanceUID")?.as_str()?.to_owned())
 }
 
+/// True if we write something by this name into a prefix.
 fn is_ours(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let known = |name: &str| {

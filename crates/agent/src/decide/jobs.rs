@@ -10,15 +10,16 @@ use model::tree::topology;
 
 /// What the broker of this host answered about jobs.
 pub struct JobsAnswer {
-    /// The lead's answer, through this host's broker: the ranks on which host jobs hold resources. Pods outlive a broker.
+    /// The lead's answer, through this host's broker: the ranks on which host jobs hold resources. The jobs of gangs are not among them:
+    /// pods run on without a broker.
     pub lead: Result<IdSet, RpcError>,
     /// Other brokers may be below this one in the overlay: it says so, or does not answer.
     pub may_carry_others: bool,
 }
 
-/// Why jobs may be running on ranks for which `counts` is true; None if none can. The lead's answer decides. Without it, this
-/// host's job shells do; and a broker that lives, of the lead or with others below it, is no proof that nothing runs elsewhere:
-/// all ranks below it would end with it.
+/// Why jobs may be running on ranks for which `counts` is true; None if none can. They may if the lead names such a rank, or if this
+/// host has a job shell, whatever the lead says. If the lead does not answer, they also may if a broker lives here that is the lead's,
+/// or has others below it: all ranks below it would end with it.
 pub fn running_jobs(view: &HostView, answer: &JobsAnswer, counts: impl Fn(Rank) -> bool) -> Option<&'static str> {
     // A broker without a socket was not up yet, and has given out no job.
     let nothing_listens = !view.rundir_lost
@@ -52,8 +53,8 @@ pub fn ends_with(view: &HostView, rank: Rank) -> bool {
         || topology(&roster).is_none_or(|topology| topology.ancestors(rank).any(|above| above == own))
 }
 
-/// Why a broker that jobs of this host wait for is not stopped yet.
-pub fn delays_stop(view: &HostView, reason: &str, waits_for_jobs: bool) -> Option<String> {
+/// Why the broker is not stopped yet, although `reason` asks for it: it waits for the jobs of this host. None if it does not.
+pub fn why_stop_waits(view: &HostView, reason: &str, waits_for_jobs: bool) -> Option<String> {
     (view.job_shells > 0 && waits_for_jobs).then(|| format!("{reason}; it is stopped when the jobs here have ended"))
 }
 
@@ -92,7 +93,7 @@ pub enum Removal {
     Remove,
 }
 
-/// Running jobs keep a host from being cleaned.
+/// True if running jobs keep a host from being cleaned.
 pub fn jobs_win(uninstall: &Uninstall) -> bool {
     uninstall.running_jobs != RunningJobs::Cancel
 }
@@ -110,8 +111,9 @@ pub fn removal(
     if !jobs_win(uninstall) {
         return Removal::Remove;
     }
-    let is_done = jobs.is_some() && are_ended;
-    if can_stop_queues && !has_tried && !is_done {
+    // On an idle host they are stopped once more: somebody may have started them since.
+    let is_stopped_for_good = jobs.is_some() && are_ended;
+    if can_stop_queues && !has_tried && !is_stopped_for_good {
         return Removal::StopQueues;
     }
     jobs.map_or(Removal::Remove, |reason| Removal::Wait(kept_for_jobs(reason, are_ended, uninstall.keep_state)))

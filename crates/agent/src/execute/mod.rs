@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use super::{
     agent::Agent,
-    decide::jobs::delays_stop,
+    decide::jobs::why_stop_waits,
     drains::{self, DrainChange},
     error::StepError,
     inputs::{
@@ -133,7 +133,7 @@ async fn stop(
     reason: &str,
     waits_for_jobs: bool,
 ) -> Result<Outcome, StepError> {
-    if let Some(reason) = delays_stop(&inputs.host, reason, waits_for_jobs) {
+    if let Some(reason) = why_stop_waits(&inputs.host, reason, waits_for_jobs) {
         return Err(StepError::NotYet(reason));
     }
     info!(reason, "stopping the broker");

@@ -27,8 +27,8 @@ pub(super) fn relocate_stranded(seen: &Observed, members: &Members, roster: &mut
         .filter_map(|(rank, entry)| {
             let member = entry.member.as_ref()?;
             let parent = parent(roster, *rank)?;
-            // A missing report says nothing about the broker, and one that runs may still be in the overlay, whether it
-            // answers its agent or not.
+            // Without a report, nothing is known about the broker. A broker that runs may still be in the overlay, even if it does not
+            // answer its agent.
             let is_unknown = members.state(*rank) == MemberState::NotReported;
             let may_be_in = (is_unknown || members.runs(*rank)) && !members.has_lead_lost(*rank);
             let is_out = member.gone_since.is_none() && !may_be_in;
@@ -91,10 +91,15 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     }
 }
 
-/// The ranks that any node may take: without a member, reserved for no node, not drained, not that of a broker that runs, and
-/// under a parent that can carry it ([`can_carry`]). If the rank had a member before, whose agent may report no more, the lead must report
-/// the old broker offline first. Interior ranks come first, so that holes in a deep tree are filled before leaves are
-/// added.
+/// The ranks that any node may take: those
+/// - without a member, and reserved for no node; if there was a member before, whose agent may report no more, the lead reports its
+///   broker offline,
+/// - that no agent reports as the rank of a broker that it has adopted,
+/// - that nobody but us has drained,
+/// - on which no job holds resources,
+/// - under a parent that can carry them ([`can_carry`]).
+///
+/// Interior ranks come first, so that holes in a deep tree are filled before leaves are added.
 fn free_ranks(seen: &Observed, members: &Members, roster: &Roster) -> vec::IntoIter<Rank> {
     let size = roster.settings.max_size;
     let adopted_ranks: BTreeSet<Rank> = seen

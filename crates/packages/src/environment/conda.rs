@@ -8,6 +8,7 @@
 //! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, HashMap, HashSet},
     fs::{self, File},
     io::{self, BufWriter, Seek, Write},
@@ -333,37 +334,50 @@ impl<'a> Linker<'a> {
     }
 
     /// Checks where a package's entries would be, before rattler puts them there: it makes directories through symlinks of
-    /// other packages, even for files that it then puts aside, and copies over what the same package has in one place.
+    /// other packages, even for files that it then puts aside, copies over what the same package has in one place, and moves files aside
+    /// through a symlink of the same package that is above them.
     fn check_places(&self, unpacked: &Path, index: &IndexJson, paths: &PathsJson) -> Result<(), UnpackError> {
         let root = self.partial.path();
         let root = root.canonicalize().map_err(|source| UnpackError::write(root, source))?;
         let python = self.python.as_ref().filter(|_| index.noarch.is_python());
-        let (mut taken, mut directories) = (HashMap::new(), HashSet::new());
-        for path in paths.paths.iter().map(|entry| &entry.relative_path) {
-            let place = python.map_or(path.into(), |python| python.get_python_noarch_target_path(path)).into_owned();
-            let refuse = |reason| Err(UnpackError::Entry { path: path.display().to_string(), reason });
+        let entries = paths.paths.iter().map(|entry| &entry.relative_path);
+        let place_of =
+            |path| python.map_or(Path::new(path).into(), |python| python.get_python_noarch_target_path(path));
+        let places: Vec<(&PathBuf, Cow<Path>)> = entries.map(|path| (path, place_of(path))).collect();
+        let refuse = |path: &Path, reason| Err(UnpackError::Entry { path: path.display().to_string(), reason });
+        let mut taken: HashMap<&Path, &PathBuf> = HashMap::new();
+        for (path, place) in &places {
+            // The same path twice is the same file, and harmless.
+            if taken.insert(place, path).is_some_and(|other| other != *path) {
+                return refuse(path, "would be in the place of another one of its entries".to_owned());
+            }
+        }
+        let mut directories = HashSet::new();
+        for (path, place) in &places {
             for directory in place.ancestors().skip(1) {
-                if !directories.insert(directory.to_owned()) {
+                if !directories.insert(directory) {
                     break;
+                }
+                let is_directory =
+                    |entry: &&PathBuf| unpacked.join(entry).symlink_metadata().is_ok_and(|it| it.is_dir());
+                if let Some(above) = taken.get(directory).filter(|entry| !is_directory(entry)) {
+                    return refuse(path, format!("would be below another one of its entries, {}", above.display()));
                 }
                 if root.join(directory).canonicalize().is_ok_and(|found| !found.starts_with(&root)) {
                     let directory = directory.display();
-                    return refuse(format!(
-                        "would be written through {directory}, another package's symlink to the host"
-                    ));
+                    return refuse(
+                        path,
+                        format!("would be written through {directory}, another package's symlink to the host"),
+                    );
                 }
             }
             // Only here is it known where a package for any Python has its modules, and how far up a symlink leads.
             if python.is_some()
                 && let Ok(target) = fs::read_link(unpacked.join(path))
                 && target.is_relative()
-                && let Some(reason) = leads_out(&place, &target)
+                && let Some(reason) = leads_out(place, &target)
             {
-                return refuse(reason);
-            }
-            // The same path twice is the same file, and harmless.
-            if taken.insert(place, path).is_some_and(|other| other != path) {
-                return refuse("would be in the place of another one of its entries".to_owned());
+                return refuse(path, reason);
             }
         }
         Ok(())

@@ -122,7 +122,7 @@ fn wait<'a>(
     } else {
         round.wake_at(may_change);
     }
-    Words::queued(round, held.job)
+    Words::queued(round, held.job, held.bridged.record.queued)
 }
 
 fn bind_all(

@@ -17,13 +17,13 @@ const TELL_AFTER: Millis = 5 * SECOND;
 const LONGEST_MESSAGE: usize = 4096;
 /// How long a gang waits before its pods are Unschedulable, so that an autoscaler adds nodes for them.
 pub const AUTOSCALE_AFTER: Millis = 30 * SECOND;
-/// How often a message changes that has the same reason.
+/// Shortest time between two messages with the same reason.
 const TELL_EVERY: Millis = 60 * SECOND;
 /// Most messages of one decision, fewer than the bridge may write at once: one that is decided and not begun would count as told.
 const MOST_MESSAGES: usize = 32;
 /// How soon the next ones follow.
 const MORE_MESSAGES_AFTER: Millis = 100;
-/// How many places of the queue the bridge says.
+/// How far down the queue a gang is told its place.
 const PLACES: usize = 20;
 /// How long kubelet may take to take up a pod.
 pub(super) const TAKE_UP_WITHIN: Millis = 60 * SECOND;
@@ -63,28 +63,27 @@ impl Words {
         Self { reason: Reason::Refused, message: format!("{words}; tried again in a while") }
     }
 
-    /// Its job waits; None for the first moments.
-    pub fn queued(round: &mut Round, job: &Job) -> Option<Self> {
-        let since = job.submitted;
-        for moment in [since + TELL_AFTER, since + AUTOSCALE_AFTER] {
-            round.wake_at(moment);
-        }
-        let reason =
-            if round.now < since.saturating_add(AUTOSCALE_AFTER) { Reason::Queued } else { Reason::Unschedulable };
+    /// The gang of `job` has waited in the queue since the moment `queued`; None for the first moments. Sees to it that there is a round
+    /// when the words change.
+    pub fn queued(round: &mut Round, job: &Job, queued: Millis) -> Option<Self> {
+        let (tell_at, autoscale_at) = (queued.saturating_add(TELL_AFTER), queued.saturating_add(AUTOSCALE_AFTER));
+        round.wake_at(tell_at);
+        round.wake_at(autoscale_at);
+        let reason = if round.now < autoscale_at { Reason::Queued } else { Reason::Unschedulable };
         let message = format!("waits in Flux's queue as job {}", job.id);
-        (round.now >= since.saturating_add(TELL_AFTER)).then_some(Self { reason, message })
+        (round.now >= tell_at).then_some(Self { reason, message })
     }
 
-    /// Adds the place in the queue to the words for `job`'s gang, if it is one of the first.
+    /// Adds the place in the queue, if it is known.
     pub fn with_place(mut self, place: Option<usize>) -> Self {
-        if let Some(place) = place.filter(|place| *place <= PLACES) {
+        if let Some(place) = place {
             self.message = format!("{}, at place {place}", self.message);
         }
         self
     }
 }
 
-/// The pending jobs in the order in which Flux considers them.
+/// The first [`PLACES`] pending jobs, in the order in which Flux considers them.
 pub(super) fn places(round: &Round) -> Vec<broker::job_id::JobId> {
     let mut pending: Vec<_> = round.jobs.iter().filter(|job| job.state == JobState::Pending).collect();
     pending.sort_by_key(|job| (std::cmp::Reverse(job.urgency), job.id));
@@ -94,8 +93,7 @@ pub(super) fn places(round: &Round) -> Vec<broker::job_id::JobId> {
 /// Tells `words` to the pods of `gang` that wait, unless the bridge has said so before.
 pub(super) fn tell_waiting(round: &mut Round, memory: &mut Memory, gang: &Gang, words: &Words) {
     for pod in gang.waiting() {
-        let is_condition = words.reason != Reason::NotOptedIn;
-        tell(round, memory, pod, words, is_condition);
+        tell(round, memory, pod, words);
     }
 }
 
@@ -115,25 +113,28 @@ pub(super) fn tell_bound(
                 base::words::many(asked, "core"),
                 gang.id
             );
-            tell(round, memory, pod, &Words { reason: Reason::Padded, message }, false);
+            tell(round, memory, pod, &Words { reason: Reason::Padded, message });
         }
         if is_not_taken_up(pod, now) {
             let message = format!("kubelet of node {} has not taken it up", pod.node.as_deref().unwrap_or_default());
-            tell(round, memory, pod, &Words { reason: Reason::NotStarted, message }, false);
+            tell(round, memory, pod, &Words { reason: Reason::NotStarted, message });
         } else if let Some(bound) = pod.bound.filter(|_| !pod.is_taken_up) {
             round.wake_at(bound.saturating_add(TAKE_UP_WITHIN));
         }
     }
 }
 
-/// kubelet has had its time to take up `pod`.
+/// True if kubelet has had [`TAKE_UP_WITHIN`] for `pod` and has not taken it up.
 pub(super) fn is_not_taken_up(pod: &PodView, now: Millis) -> bool {
     let bound = pod.bound.filter(|_| pod.stays() && !pod.is_taken_up);
     bound.is_some_and(|bound| now >= bound.saturating_add(TAKE_UP_WITHIN))
 }
 
-fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words, is_condition: bool) {
+/// Tells `words` to `pod`, unless the pod shows them; or the bridge has said the same before, or something else with the same reason less
+/// than [`TELL_EVERY`] ago; or there are [`MOST_MESSAGES`] already, and these words come in the next decision.
+fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words) {
     let Words { reason, message } = words;
+    let is_condition = reason.is_condition();
     let message: String = message.chars().take(LONGEST_MESSAGE).collect();
     let shown = pod.plan.as_ref().and_then(|plan| plan.told.as_ref());
     let has_reason = shown.is_some_and(|(shown, _)| shown == reason.word());
@@ -157,11 +158,11 @@ fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words, is
         return;
     }
     round.messages += 1;
-    // Only the last condition is one that the pod shows.
+    // The pod shows this one in the place of the condition before, which is told again once it is right again.
     if is_condition {
         told.clear();
     }
     told.insert(*reason, (message.clone(), round.now));
     let reason = *reason;
-    round.actions.push(Action::Tell(Box::new(Tell { pod: PodRef::from(pod), reason, message, is_condition })));
+    round.actions.push(Action::Tell(Box::new(Tell { pod: PodRef::from(pod), reason, message })));
 }

@@ -51,7 +51,7 @@ impl Bed {
                 self.show_pod(pod, serial);
             }
             Action::Tell(tell) => {
-                if let Some(pod) = self.pods.get_mut(&tell.pod.uid).filter(|_| tell.is_condition) {
+                if let Some(pod) = self.pods.get_mut(&tell.pod.uid).filter(|_| tell.reason.is_condition()) {
                     let told = Some((tell.reason.word().to_owned(), tell.message.clone()));
                     pod.plan.iter_mut().for_each(|plan| plan.told.clone_from(&told));
                     let pod = pod.clone();

@@ -301,7 +301,9 @@ fn a_namespace_that_has_not_opted_in_is_told_by_an_event() {
     bed.create([PodView { namespace: "other".into(), ..pod("a", 1) }]);
     bed.pass(300 * SECOND);
     assert_eq!((bed.bound().len(), bed.jobs.len(), bed.done.len()), (0, 0, 1));
-    assert!(matches!(&bed.done[0], Action::Tell(tell) if tell.reason == Reason::NotOptedIn && !tell.is_condition));
+    assert!(
+        matches!(&bed.done[0], Action::Tell(tell) if tell.reason == Reason::NotOptedIn && !tell.reason.is_condition())
+    );
 }
 
 #[test]
