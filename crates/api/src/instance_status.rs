@@ -29,7 +29,7 @@ pub enum InstancePhase {
 
 /// Longest text of the status that a planner keeps from the status before, in characters: as long as the name of an object may be. Whoever
 /// has an agent's token could otherwise fill the status until nobody can write it.
-const LONGEST_KEPT: u64 = 253;
+pub const LONGEST_KEPT: u64 = 253;
 
 /// A dump, and where it is.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq, JsonSchema)]

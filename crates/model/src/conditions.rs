@@ -60,7 +60,8 @@ pub(super) fn bounded(message: &str) -> String {
 /// One of each type that we write. A captured agent's token can add others, and large ones, until no status can be written any more.
 pub(super) fn ours(conditions: &[Condition]) -> Vec<Condition> {
     let is_kept = |type_: &str, condition: &Condition| {
-        condition.type_ == type_ && condition.message.chars().count() <= LONGEST_MESSAGE
+        let texts = [&condition.message, &condition.reason, &condition.status];
+        condition.type_ == type_ && texts.iter().all(|text| text.chars().count() <= LONGEST_MESSAGE)
     };
     let find = |type_: &&str| conditions.iter().find(|condition| is_kept(type_, condition)).cloned();
     OURS.iter().filter_map(find).collect()

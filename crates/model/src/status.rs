@@ -18,7 +18,8 @@ use super::{
     roster::epoch::{Restart, restart},
 };
 use api::{
-    CONDITION_RESTART_PENDING, FluxInstanceStatus, InstancePhase, KeptDump, Member, NodePhase, Roster, STAND_IN,
+    CONDITION_RESTART_PENDING, FluxInstanceStatus, InstancePhase, KeptDump, LONGEST_KEPT, Member, NodePhase, Roster,
+    STAND_IN,
 };
 use base::words::many;
 
@@ -145,9 +146,21 @@ fn online_of(status: &FluxInstanceStatus) -> String {
     format!("{} of {} online", status.online, many(status.size, "node"))
 }
 
+/// The previous status without texts by which an agent's token could have filled it. Those of other fields are bounded by the schema, or
+/// are always written anew.
+fn kept(before: &FluxInstanceStatus) -> FluxInstanceStatus {
+    let is_long = |text: &str| text.chars().count() as u64 > LONGEST_KEPT;
+    let mut next = before.clone();
+    next.dump = next.dump.filter(|dump| !is_long(&dump.dump.name));
+    if matches!(&next.phase, InstancePhase::Other(word) if is_long(word)) {
+        next.phase = InstancePhase::Pending;
+    }
+    next
+}
+
 /// The previous status with the numbers and names updated from the roster and the agents' reports.
 fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
-    let mut next = seen.status.clone();
+    let mut next = kept(seen.status);
     let Some(Planned { roster, members }) = planned else {
         (next.online, next.pending_nodes, next.pods) = (0, None, None);
         return next;
@@ -209,8 +222,9 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
 /// Degraded.
 pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str, now: Timestamp) -> FluxInstanceStatus {
     let message = bounded(message);
-    let mut next = before.clone();
+    let mut next = kept(before);
     next.message = Some(message.clone());
+    next.pods = None;
     next.conditions = ours(&before.conditions);
     // Keep the old generation: the planner has not evaluated the current spec.
     ConditionValue::yes(reason, message).set("Degraded", &mut next.conditions, before.observed_generation, now);
@@ -278,9 +292,10 @@ mod tests {
         roster::tests::World,
     };
     use api::{
-        CONDITION_AGENTS_MISSING, CONDITION_FLUX_NODES_UNUSABLE, CONDITION_NOT_APPLIED, CONDITION_SCALE_DENIED,
+        CONDITION_AGENTS_MISSING, CONDITION_FLUX_NODES_UNUSABLE, CONDITION_NOT_APPLIED, CONDITION_SCALE_DENIED, Dump,
         PodCounts,
     };
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
     fn waiting(reason: &str) -> Obstacle {
         Obstacle::Waiting(reason.to_owned())
@@ -536,6 +551,21 @@ mod tests {
         };
         world.status.conditions = (0..20).flat_map(forged).collect();
         let why = "é".repeat(1 << 20);
+        for (reason, status) in [("x", why.as_str()), (why.as_str(), "True")] {
+            let filled = Condition {
+                type_: "Ready".to_owned(),
+                reason: reason.to_owned(),
+                status: status.to_owned(),
+                message: String::new(),
+                observed_generation: None,
+                last_transition_time: Time(Timestamp::default()),
+            };
+            world.status.conditions.push(filled);
+        }
+        let dump = Dump { name: why.clone(), time: Time(Timestamp::default()), bytes: 1 };
+        world.status.dump = Some(KeptDump { node: "n0".to_owned(), dump });
+        world.status.pods = Some(PodCounts { waits_for: Some(why.clone()), ..PodCounts::default() });
+        world.status.phase = InstancePhase::Other(why.clone());
         let at = |second| Timestamp::from_second(second).unwrap();
         let once = stopped(&world.status, "MalformedRoster", &why, at(2000));
         assert_eq!(stopped(&once, "MalformedRoster", &why, at(3000)), once);

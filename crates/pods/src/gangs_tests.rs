@@ -167,7 +167,7 @@ fn a_gang_that_cant_be_submitted_says_why() {
     };
     let claiming = |claim: &str| {
         let mut pod = pod("p", 1);
-        plan(&mut pod).claims = vec![claim.into()];
+        plan(&mut pod).claims = [claim.into()].into();
         pod
     };
     let spreading = |mut pod: PodView| {

@@ -59,7 +59,7 @@ fn a_gang_may_run_where_its_rules_its_volumes_and_the_room_permit() {
     for (what, change, nodes, others, expected) in [
         ("anywhere", nothing, idle, vec![], vec![0, 1, 2]),
         ("its selector", |p| plan(p).rules.selector = [("zone".into(), "a".into())].into(), in_zone, vec![], vec![1]),
-        ("its volume", |p| plan(p).claims = vec!["data".into()], in_zone, vec![], vec![1]),
+        ("its volume", |p| plan(p).claims = ["data".into()].into(), in_zone, vec![], vec![1]),
         ("a taint", nothing, |t| t.get_mut(&0).unwrap().taints = vec![taint("gpu")], vec![], vec![1, 2]),
         (
             "a cordon",
@@ -161,7 +161,7 @@ fn a_gang_that_fits_on_no_idle_nodes_is_told_why() {
 #[test]
 fn the_check_counts_every_pod_against_what_the_node_has() {
     let foreign = |cpu| {
-        let mut pod = PodView { is_bridged: false, ..on("node0", pod("other", 0)) };
+        let mut pod = PodView { is_bridged: false, is_taken_up: true, ..on("node0", pod("other", 0)) };
         pod.requests.cpu = cpu;
         pod
     };

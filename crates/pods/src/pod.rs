@@ -1,5 +1,7 @@
 //! What the bridge keeps of a pod: parsed once, whenever the API server sends it.
 
+use std::collections::BTreeSet;
+
 use k8s_openapi::{
     api::core::v1::{Pod, PodCondition, PodSpec},
     apimachinery::pkg::apis::meta::v1::OwnerReference,
@@ -117,7 +119,7 @@ pub struct Plan {
     /// Which nodes it may be bound to.
     pub rules: NodeRules,
     /// Names of the volume claims it mounts.
-    pub claims: Vec<String>,
+    pub claims: BTreeSet<String>,
     /// It has scheduling gates, so it can't be bound yet.
     pub is_gated: bool,
     /// True if the pods of its gang must be on different nodes; or what can't be honoured.
@@ -134,7 +136,7 @@ impl Default for Plan {
     fn default() -> Self {
         Self {
             rules: NodeRules::default(),
-            claims: Vec::new(),
+            claims: BTreeSet::new(),
             is_gated: false,
             spreads: Ok(false),
             seconds: None,
@@ -295,8 +297,8 @@ fn any_container_ran(pod: &Pod) -> bool {
     states.any(|state| state.running.is_some() || state.terminated.is_some())
 }
 
-/// The names of the claims that the pod mounts, generic ephemeral volumes among them.
-fn claims(spec: &PodSpec, pod: &str) -> Vec<String> {
+/// The names of the claims that the pod mounts, generic ephemeral volumes among them. Any number of volumes may be of one claim.
+fn claims(spec: &PodSpec, pod: &str) -> BTreeSet<String> {
     let volumes = spec.volumes.iter().flatten();
     let claim = |volume: &k8s_openapi::api::core::v1::Volume| match &volume.persistent_volume_claim {
         Some(claim) => Some(claim.claim_name.clone()),

@@ -16,7 +16,7 @@ use model::matching;
 /// k8s.io/apimachinery), less the record of a job.
 const MOST_ANNOTATION_BYTES: usize = (256 << 10) - LONGEST_RECORD - ANNOTATION_JOB.len();
 
-/// Most rules about nodes of a pod, as [`NodeRules::count`] counts them.
+/// Most rules about nodes, volumes and host ports of a pod together. Rules are counted as [`NodeRules::count`] does.
 const MOST_RULES: usize = 500;
 
 const HOSTNAME: &str = "kubernetes.io/hostname";
@@ -44,8 +44,8 @@ pub enum Unsupported {
     TopologySpread,
     /// Rules that are compared with each node in each decision.
     #[error(
-        "its nodeSelector, node affinity and tolerations have more than {MOST_RULES} keys, requirements and values together, which \
-         scheduler flux does not support"
+        "its nodeSelector, node affinity, tolerations, volumes and host ports have more than {MOST_RULES} keys, requirements and values \
+         together, which scheduler flux does not support"
     )]
     Rules,
     /// A volume that is made where its pod goes.
@@ -80,7 +80,10 @@ pub(crate) fn check_annotations(annotations: Option<&Labels>) -> Result<(), Unsu
 /// # Errors
 /// [`Unsupported`].
 pub fn check_fields(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str]) -> Result<bool, Unsupported> {
-    if NodeRules::count(spec) > MOST_RULES {
+    let containers = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    let ports = containers.flat_map(|container| container.ports.iter().flatten());
+    let host_ports = ports.filter(|port| port.host_port.is_some()).count();
+    if NodeRules::count(spec) + host_ports + spec.volumes.as_ref().map_or(0, Vec::len) > MOST_RULES {
         return Err(Unsupported::Rules);
     }
     if spec.resource_claims.iter().flatten().next().is_some() {
@@ -216,8 +219,17 @@ mod tests {
         let values: Vec<_> = (0..501).map(|number| number.to_string()).collect();
         let one = json!({"matchExpressions": [{"key": "a", "operator": "In", "values": values}]});
         let one = json!({"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [one]}});
-        assert!(found(terms(250)).is_ok() && found(tolerations(500)).is_ok());
-        for spec in [terms(251), tolerations(501), json!({"affinity": {"nodeAffinity": one}})] {
+        let volume =
+            |number: u32| json!({"name": format!("v{number}"), "persistentVolumeClaim": {"claimName": "data"}});
+        let volumes = |count: u32| json!({"volumes": (0..count).map(volume).collect::<Vec<_>>()});
+        let port = |number: u32| json!({"containerPort": number, "hostPort": number});
+        let container = |count: u32| json!({"name": "c", "ports": (1..=count).map(port).collect::<Vec<_>>()});
+        let ports = |count: u32| json!({"containers": [container(count)]});
+        for spec in [terms(250), tolerations(500), volumes(500), ports(500)] {
+            assert!(found(spec).is_ok());
+        }
+        for spec in [terms(251), tolerations(501), volumes(501), ports(501), json!({"affinity": {"nodeAffinity": one}})]
+        {
             assert_eq!(found(spec), Err(Unsupported::Rules));
         }
     }

@@ -21,7 +21,7 @@ impl Usage {
     }
 }
 
-/// By node: what all its pods ask for that have not ended, and what the foreign ones do that a scheduler has bound or kubelet has taken up.
+/// By node: what all its pods ask for that have not ended, and what the foreign ones among them do.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UsageByNode {
     all: BTreeMap<String, Usage>,
@@ -39,9 +39,14 @@ impl UsageByNode {
         let mut usage = Self::default();
         for pod in pods.into_iter().filter(|pod| pod.holds(now)) {
             let Some(node) = &pod.node else { continue };
+            let is_foreign = is_foreign(pod);
+            // Whoever may create a pod can name a node in it that has no room, which kubelet refuses a moment later. It counts once a
+            // scheduler has bound it or kubelet has taken it up.
+            if is_foreign && pod.bound.is_none() && !pod.is_taken_up {
+                continue;
+            }
             usage.add(node, &pod.requests);
-            // Whoever may create a pod can name a node in it that has no room, which kubelet refuses a moment later.
-            if is_foreign(pod) && (pod.bound.is_some() || pod.is_taken_up) {
+            if is_foreign {
                 usage.foreign.entry(node.clone()).or_default().add(&pod.requests);
             }
         }

@@ -148,7 +148,7 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
     // Through the open directory: by now something else may be mounted at its path.
     let opened = path_of(&directory);
     let of_interrupted_claim = [opened.join(LOCK), opened.join(LOCK_REPLACING), aside(&opened.join(STATE))];
-    let mut found: Vec<PathBuf> = entries(&directory, prefix)?.iter().map(|entry| entry.path()).collect();
+    let mut found: Vec<PathBuf> = entries(&directory, prefix)?.iter().map(DirEntry::path).collect();
     // Asked for its error: nobody may have mounted anything in it.
     for path in &found {
         trust::owner(&directory, prefix, path.file_name().unwrap_or_default())?;

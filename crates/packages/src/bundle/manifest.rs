@@ -23,6 +23,29 @@ const HOST_DIRECTORIES: [&str; 18] = [
     "/srv", "/sys", "/tmp", "/usr", "/var",
 ];
 
+/// Directories in which the host's own programs look for their settings and parts. A symlink there, such as one at
+/// `/etc/systemd/system/NAME.service.d`, would have them take what is in the bundle for theirs.
+const HOST_SETTINGS: [&str; 18] = [
+    "/bin",
+    "/boot",
+    "/dev",
+    "/etc",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/proc",
+    "/run",
+    "/sbin",
+    "/sys",
+    "/usr/bin",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/sbin",
+    "/usr/share",
+    "/var/run",
+    "/var/spool",
+];
+
 /// What is wrong with a manifest. The bundle is the subject of the messages.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -46,6 +69,9 @@ pub enum ManifestError {
     /// A symlink at this prefix would replace a directory of the host.
     #[error("its prefix {} is a directory that every host has; build Flux for /opt/flux", .0.display())]
     OfHosts(PathBuf),
+    /// A symlink at this prefix would be among the settings of the host's programs.
+    #[error("its prefix {} is where the host's own programs look for files; build Flux for /opt/flux", .0.display())]
+    AmongSettings(PathBuf),
     /// It has packages for no platform.
     #[error("its {BUNDLE_MANIFEST} names no platform")]
     NoPlatform,
@@ -131,5 +157,33 @@ pub(crate) fn check_prefix(prefix: &Path) -> Result<(), ManifestError> {
     if HOST_DIRECTORIES.iter().any(|d| prefix == Path::new(d)) {
         return Err(ManifestError::OfHosts(prefix.to_owned()));
     }
+    if HOST_SETTINGS.iter().any(|directory| prefix.starts_with(directory)) {
+        return Err(ManifestError::AmongSettings(prefix.to_owned()));
+    }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_bundle_has_a_link_made_where_the_hosts_programs_look_for_theirs() {
+        for (prefix, is_fine) in [
+            ("/opt/flux", true),
+            ("/usr/local/flux", true),
+            ("/usr/flux", true),
+            ("/sw/flux/0.88", true),
+            ("/etcetera/flux", true),
+            ("/etc/systemd/system/flux-broker.service.d", false),
+            ("/run/systemd/system/flux-broker.service.d", false),
+            ("/usr/lib/systemd/system/x.service.d", false),
+            ("/lib/modules/x", false),
+            ("/opt", false),
+            ("/opt/../etc/x", false),
+            ("opt/flux", false),
+        ] {
+            assert_eq!(check_prefix(Path::new(prefix)).is_ok(), is_fine, "{prefix}");
+        }
+    }
 }

@@ -1,6 +1,9 @@
 //! Nodes on which pods did not fit when their gang had been given cores there.
 
-use super::{bed::Bed, gang};
+use super::{
+    bed::{BEGIN, Bed},
+    gang,
+};
 use crate::{
     action::Action,
     fixture::pod,
@@ -41,7 +44,8 @@ fn nodes_that_were_left_out_count_again_once_host_jobs_leave_no_more_than_fits()
     let mut bed = Bed::new(&[4, 4]);
     for node in ["node0", "node1"] {
         let other = pod(&format!("other-{node}"), 2);
-        bed.create([PodView { is_bridged: false, plan: None, node: Some(node.into()), ..other }]);
+        let (node, bound) = (Some(node.into()), Some(BEGIN));
+        bed.create([PodView { is_bridged: false, plan: None, node, bound, ..other }]);
     }
     bed.create(gang("g", 4));
     bed.settle();

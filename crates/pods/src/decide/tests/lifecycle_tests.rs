@@ -6,7 +6,7 @@ use super::{again, bed::Bed, gang, with_job};
 use crate::{
     action::{Action, Reason},
     facts::SuspendReason,
-    pod::Phase,
+    pod::{Phase, PodView},
     time::SECOND,
 };
 
@@ -123,7 +123,7 @@ fn a_cancel_by_a_person_evicts_the_gang() {
     bed.pass(2 * SECOND - 1);
     assert!(bed.pods.values().all(|pod| !pod.is_deleting()));
     bed.pass(1);
-    assert!(bed.pods.values().all(|pod| pod.is_deleting()));
+    assert!(bed.pods.values().all(PodView::is_deleting));
     assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0"], "what runs keeps its cores until it has ended");
     ["g0", "g1"].into_iter().for_each(|name| bed.end(name, Phase::Failed));
     bed.pass_long();
@@ -171,6 +171,6 @@ fn a_cancel_by_a_broker_that_stops_touches_no_pod() {
         // Another life of the broker does not take it up.
         bed.broker().in_run_since = Some(bed.now);
         bed.pass(10 * SECOND);
-        assert_eq!(bed.pods.values().any(|pod| pod.is_deleting()), evicted, "left run after {leaves_run_after} ms");
+        assert_eq!(bed.pods.values().any(PodView::is_deleting), evicted, "left run after {leaves_run_after} ms");
     }
 }

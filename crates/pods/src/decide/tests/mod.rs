@@ -413,4 +413,20 @@ fn a_pod_that_somebody_puts_on_a_node_without_room_changes_nothing_for_those_tha
     bed.create([huge]);
     bed.pass_long();
     assert_eq!((bed.shown_jobs(), bed.jobs.len()), (before, 2));
+    // Nor for those that have been given cores there.
+    bed.cancel(JobId(1), "");
+    bed.settle();
+    assert_eq!(bed.bound(), ["huge@node0", "waits@node0"]);
+}
+
+#[test]
+fn a_pod_that_was_deleted_by_force_before_kubelet_took_it_up_fills_no_node() {
+    let mut bed = Bed::new(&[1]);
+    let mut huge = PodView { is_bridged: false, node: Some("node0".into()), ..pod("huge", 1000) };
+    huge.plan = None;
+    bed.create([huge]);
+    bed.vanish("huge");
+    bed.create([pod("waits", 1)]);
+    bed.settle();
+    assert_eq!(bed.bound(), ["waits@node0"]);
 }
