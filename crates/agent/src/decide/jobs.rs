@@ -14,7 +14,7 @@ pub struct JobsAnswer {
     /// pods run on without a broker.
     pub lead: Result<IdSet, RpcError>,
     /// Other brokers may be below this one in the overlay: it says so, or does not answer.
-    pub may_carry_others: bool,
+    pub may_have_others_below: bool,
 }
 
 /// Why jobs may be running on ranks for which `counts` is true; None if none can. They may if the lead names such a rank, or if this
@@ -27,7 +27,7 @@ pub fn running_jobs(view: &HostView, answer: &JobsAnswer, counts: impl Fn(Rank) 
             if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
     let rank = view.broker.as_ref().map(|broker| broker.record.rank);
     let has_others_below = |rank| {
-        let Some(roster) = host_roster(view).filter(|_| answer.may_carry_others) else { return false };
+        let Some(roster) = host_roster(view).filter(|_| answer.may_have_others_below) else { return false };
         topology(&roster).is_none_or(|topology| topology.is_interior(rank, roster.settings.max_size))
     };
     match &answer.lead {
@@ -98,30 +98,34 @@ pub fn jobs_win(uninstall: &Uninstall) -> bool {
     uninstall.running_jobs != RunningJobs::Cancel
 }
 
-/// Decides what the removal of a host does next. `jobs`: see [`running_jobs`]. `can_stop_queues`: the lead answers, and the host
-/// knows its instance. `has_tried`: this removal tried to stop the queues already. `are_ended`: they were stopped for the end of
-/// the instance.
-pub fn removal(
-    uninstall: &Uninstall,
-    jobs: Option<&str>,
-    can_stop_queues: bool,
-    has_tried: bool,
-    are_ended: bool,
-) -> Removal {
+/// How far the queues are stopped for a removal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueuesAtRemoval {
+    /// The lead answers, and the host knows its instance.
+    pub can_be_stopped: bool,
+    /// This removal has tried to stop them.
+    pub has_tried: bool,
+    /// This agent has stopped them for the end of the instance.
+    pub were_stopped: bool,
+}
+
+/// Decides what the removal of a host does next. `jobs`: see [`running_jobs`].
+pub fn removal(uninstall: &Uninstall, jobs: Option<&str>, queues: QueuesAtRemoval) -> Removal {
+    let QueuesAtRemoval { can_be_stopped, has_tried, were_stopped } = queues;
     if !jobs_win(uninstall) {
         return Removal::Remove;
     }
     // On an idle host they are stopped once more: somebody may have started them since.
-    let is_stopped_for_good = jobs.is_some() && are_ended;
-    if can_stop_queues && !has_tried && !is_stopped_for_good {
+    let need_no_stop = jobs.is_some() && were_stopped;
+    if can_be_stopped && !has_tried && !need_no_stop {
         return Removal::StopQueues;
     }
-    jobs.map_or(Removal::Remove, |reason| Removal::Wait(kept_for_jobs(reason, are_ended, uninstall.keep_state)))
+    jobs.map_or(Removal::Remove, |reason| Removal::Wait(kept_for_jobs(reason, were_stopped, uninstall.keep_state)))
 }
 
 /// Why a host is kept, and what becomes of pending jobs.
-fn kept_for_jobs(reason: &str, queues_are_ended: bool, keep_state: bool) -> String {
-    let pending = match (queues_are_ended, keep_state) {
+fn kept_for_jobs(reason: &str, queues_were_stopped: bool, keep_state: bool) -> String {
+    let pending = match (queues_were_stopped, keep_state) {
         (false, _) => "",
         (true, true) => "; pending jobs are not started any more, and stay in the queue that is kept",
         (true, false) => "; pending jobs are not started any more, and end with the instance",
@@ -157,14 +161,14 @@ mod tests {
             (lost, no_socket(), true),
             (tree(None, 0), no_socket(), false),
         ] {
-            let answer = JobsAnswer { lead, may_carry_others: true };
+            let answer = JobsAnswer { lead, may_have_others_below: true };
             assert_eq!(running_jobs(&view, &answer, |_| true).is_some(), may, "{view:?} {:?}", answer.lead);
         }
-        let joins = JobsAnswer { lead: silent(), may_carry_others: false };
+        let joins = JobsAnswer { lead: silent(), may_have_others_below: false };
         assert_eq!(running_jobs(&tree(Some(1), 0), &joins, |_| true), None);
         // Rank 7 is below ranks 3, 1 and 0.
         for (rank, ends) in [(0, true), (1, true), (3, true), (7, true), (2, false), (4, false)] {
-            let (view, answer) = (tree(Some(rank), 0), JobsAnswer { lead: uses(1), may_carry_others: true });
+            let (view, answer) = (tree(Some(rank), 0), JobsAnswer { lead: uses(1), may_have_others_below: true });
             assert_eq!(running_jobs(&view, &answer, |busy| ends_with(&view, busy)).is_some(), ends, "{rank}");
         }
     }
@@ -187,7 +191,7 @@ mod tests {
         let wait = Uninstall::default();
         let cancel = Uninstall { running_jobs: RunningJobs::Cancel, ..Uninstall::default() };
         let runs = Some("jobs are running");
-        for (what, uninstall, jobs, can_stop, has_tried, are_ended, expected) in [
+        for (what, uninstall, jobs, can_be_stopped, has_tried, were_stopped, expected) in [
             ("cancel", &cancel, runs, true, false, false, "remove"),
             ("jobs run", &wait, runs, true, false, false, "stop"),
             ("jobs run and the queues are stopped", &wait, runs, true, false, true, "wait"),
@@ -199,7 +203,7 @@ mod tests {
             ("idle, and the stop failed", &wait, None, true, true, false, "remove"),
             ("no broker", &wait, None, false, false, false, "remove"),
         ] {
-            let found = match removal(uninstall, jobs, can_stop, has_tried, are_ended) {
+            let found = match removal(uninstall, jobs, QueuesAtRemoval { can_be_stopped, has_tried, were_stopped }) {
                 Removal::StopQueues => "stop",
                 Removal::Wait(_) => "wait",
                 Removal::Remove => "remove",

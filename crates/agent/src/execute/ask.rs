@@ -16,13 +16,13 @@ use hostapi::HostView;
 pub async fn ask() -> JobsAnswer {
     let socket = match broker_state::connect().await {
         Ok(socket) => socket,
-        Err(error) => return JobsAnswer { lead: Err(error), may_carry_others: true },
+        Err(error) => return JobsAnswer { lead: Err(error), may_have_others_below: true },
     };
     let lead = ranks_of_host_jobs(&socket).await;
     // A broker without others below it leaves although its lead does not answer, so a tree is cleaned from its leaves.
-    let may_carry_others =
+    let may_have_others_below =
         lead.is_ok() || overlay(&socket).await.map_or(true, |overlay| !overlay.connected.0.is_empty());
-    JobsAnswer { lead, may_carry_others }
+    JobsAnswer { lead, may_have_others_below }
 }
 
 /// The ranks on which host jobs hold resources, as the lead says.

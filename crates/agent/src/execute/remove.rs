@@ -10,7 +10,7 @@ use crate::{
     agent::Agent,
     decide::{
         SOON,
-        jobs::{Removal, jobs_win, removal, running_jobs},
+        jobs::{QueuesAtRemoval, Removal, jobs_win, removal, running_jobs},
     },
     error::StepError,
     inputs::local_roster::host_roster,
@@ -40,8 +40,12 @@ pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Resul
         let answer = ask().await;
         let jobs = running_jobs(view, &answer, |_| true);
         let roster = host_roster(view).filter(|_| answer.lead.is_ok());
-        let are_ended = agent.memory.queues.are_ended;
-        match removal(&uninstall, jobs, state.is_some() && roster.is_some(), has_tried, are_ended) {
+        let queues = QueuesAtRemoval {
+            can_be_stopped: state.is_some() && roster.is_some(),
+            has_tried,
+            were_stopped: agent.memory.queues.are_ended,
+        };
+        match removal(&uninstall, jobs, queues) {
             Removal::Wait(reason) => return Err(StepError::NotYet(reason)),
             Removal::Remove => break,
             Removal::StopQueues => has_tried = true,

@@ -63,7 +63,7 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         empty.filter_map(|(rank, entry)| Some((entry.reserved_for.clone()?, *rank))).collect();
     // Nodes that come back to their own rank go before nodes that never had one.
     nodes.sort_by_key(|node| !reserved.contains_key(&node.uid));
-    // Computed once, because nothing in this function makes a rank free: a reserved one is not, and a new member carries no others before
+    // Computed once, because nothing in this function makes a rank free: a reserved one is not, and a new member has no children before
     // it is online.
     let mut free = None;
     for node in nodes {
@@ -77,9 +77,9 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         if with_rank.contains(&node.uid) || facts(seen, node).is_none() || runs || differs {
             continue;
         }
-        let parent_carries =
-            |rank: &Rank| parent(roster, *rank).is_none_or(|parent| can_carry(members, roster, parent));
-        let own = reserved.get(&node.uid).copied().filter(parent_carries);
+        let parent_is_fine =
+            |rank: &Rank| parent(roster, *rank).is_none_or(|parent| can_have_children(members, roster, parent));
+        let own = reserved.get(&node.uid).copied().filter(parent_is_fine);
         let mut next = || free.get_or_insert_with(|| free_ranks(seen, members, roster)).next();
         // Without a rank, go on: a later node may still have a rank of its own.
         let Some(rank) = own.or_else(&mut next) else { continue };
@@ -97,7 +97,7 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
 /// - that no agent reports as the rank of a broker that it has adopted,
 /// - that nobody but us has drained,
 /// - on which no job holds resources,
-/// - under a parent that can carry them ([`can_carry`]).
+/// - under a parent that can have children ([`can_have_children`]).
 ///
 /// Interior ranks come first, so that holes in a deep tree are filled before leaves are added.
 fn free_ranks(seen: &Observed, members: &Members, roster: &Roster) -> vec::IntoIter<Rank> {
@@ -120,7 +120,7 @@ fn free_ranks(seen: &Observed, members: &Members, roster: &Roster) -> vec::IntoI
                 && !adopted_ranks.contains(rank)
                 && drained.is_none_or(|drained| !drained.contains(*rank))
                 && !has_jobs(rank)
-                && topology.parent(*rank).is_none_or(|parent| can_carry(members, roster, parent))
+                && topology.parent(*rank).is_none_or(|parent| can_have_children(members, roster, parent))
         })
         .collect();
     free.sort_by_key(|rank| (!topology.is_interior(*rank, size), *rank));
@@ -129,6 +129,6 @@ fn free_ranks(seen: &Observed, members: &Members, roster: &Roster) -> vec::IntoI
 
 /// True if a rank may be given out under `parent`: it is online and not leaving. Ranks under the lead may always be
 /// given out, because the joiner's broker waits for the lead anyway.
-fn can_carry(members: &Members, roster: &Roster, parent: Rank) -> bool {
+fn can_have_children(members: &Members, roster: &Roster, parent: Rank) -> bool {
     parent == 0 || (members.is_online(parent) && leaving(roster, parent).is_none())
 }
