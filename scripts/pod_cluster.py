@@ -74,21 +74,31 @@ class PodCluster(Cluster):
 
     def have_own_cores(self, count, are_fresh=True):
         """So many pods run. Their nodes and cores are those of R of all jobs: each has one, and no job has another. What a
-        restart has given again may be another core of the same node, which the pod's annotation does not tell."""
+        restart has given again may be another core of the same node, which the pod's annotation does not tell. The cores of a pod that
+        is gone may be held for a moment longer."""
         self.until_running(count)
-        given = {}
-        for job, node, rank, core in map(str.split, self.flux("python", "-c", GIVEN).splitlines()):
-            if given.setdefault((node, core), (job, int(rank))) != (job, int(rank)):
-                raise Wrong(f"core {core} of {node} is in two jobs: {given}")
-        pods = self.running()
-        nodes, of_jobs = sorted(pod["spec"]["nodeName"] for pod in pods.values()), sorted(node for node, _ in given)
-        if nodes != of_jobs:
-            raise Wrong(f"the pods' nodes are {nodes}, those of the cores that jobs have are {of_jobs}")
+        pods, given = self.running(), {}
+
+        def no_others():
+            given.clear()
+            given.update(self.given())
+            nodes, of_jobs = sorted(pod["spec"]["nodeName"] for pod in pods.values()), sorted(node for node, _ in given)
+            return nodes == of_jobs or f"the pods' nodes are {nodes}, those of the cores that jobs have are {of_jobs}"
+
+        until("no cores held but those of the pods", no_others, 5)
         for name, pod in pods.items() if are_fresh else ():
             record = json.loads(pod["metadata"]["annotations"][f"{GROUP}/job"])
             found = given.pop((pod["spec"]["nodeName"], record["cores"]), None)
             if found != (record["id"].replace("ƒ", "f"), record["rank"]):
                 raise Wrong(f"{name} is on {pod['spec']['nodeName']} with {record}, R is of {found}, the other cores are of {given}")
+
+    def given(self):
+        """The job and the rank of each core of each node that a job has."""
+        given = {}
+        for job, node, rank, core in map(str.split, self.flux("python", "-c", GIVEN).splitlines()):
+            if given.setdefault((node, core), (job, int(rank))) != (job, int(rank)):
+                raise Wrong(f"core {core} of {node} is in two jobs: {given}")
+        return given
 
     def running(self):
         return {name: pod for name, pod in self.pods().items() if pod["status"]["phase"] == "Running"}

@@ -260,8 +260,8 @@ async fn no_package_writes_through_a_symlink_of_its_own_that_is_moved() {
     assert!(refusal.message.contains("can't use package evil-1.0-0") && !refusal.transient, "{refusal}");
 }
 
-/// If several packages have something in one place, rattler puts what loses aside, and moves what was below it there, too: through it, if
-/// it is a symlink.
+/// If several packages have something in one place, rattler puts the loser aside, with the files below it. If the loser is a symlink,
+/// rattler would move those files through it.
 #[tokio::test]
 async fn no_package_has_its_files_put_aside_through_a_symlink_of_its_own() {
     if skips_without([Need::Root]) {

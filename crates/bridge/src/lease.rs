@@ -1,4 +1,4 @@
-//! Lease `flux-bridge`: who may write, and for which broker.
+//! Lease `flux-bridge`: who may write, and for which life of the lead's broker recovery is over.
 
 use std::time::Duration;
 
@@ -22,8 +22,8 @@ use cluster::{
 
 /// Name of the Lease.
 const LEASE_BRIDGE: &str = "flux-bridge";
-/// Annotation: the life of the lead's broker ([`pods::world::Broker`]) in which the pods that run have been given their cores again.
-const ANNOTATION_BROKER: &str = "distribute.flux-framework.org/broker";
+/// Annotation: the life of the lead's broker ([`pods::world::Broker`]) for which recovery is over.
+const ANNOTATION_RECOVERED: &str = "distribute.flux-framework.org/broker";
 /// How long a holder may be silent.
 const DURATION: Duration = Duration::from_secs(15);
 /// Longest name of a Node, in characters. A holder's name comes from an object that any agent may write, without a limit.
@@ -37,8 +37,8 @@ pub(crate) struct BridgeLease {
     identity: String,
     /// Until when it is certainly ours.
     until: Option<Instant>,
-    /// What [`ANNOTATION_BROKER`] names.
-    broker: Option<String>,
+    /// What [`ANNOTATION_RECOVERED`] names.
+    recovered: Option<String>,
     /// The agent that holds it, if that is not this one.
     holder: Option<String>,
     sight: Sight,
@@ -50,14 +50,14 @@ impl BridgeLease {
             leases: Api::namespaced(client, NAMESPACE),
             identity,
             until: None,
-            broker: None,
+            recovered: None,
             holder: None,
             sight: Sight::default(),
         }
     }
 
-    /// True if nobody else may write now, or in the next moments, which are enough to send what begins now. If the API server is slower,
-    /// a write is still one that names what it was decided by: a pod's uid, a Job's uid, the broker's connection.
+    /// True if this agent holds the Lease for long enough to send a write that begins now. A write that arrives later still names what was
+    /// decided about: the uid of a pod or Job, or the broker by its connection.
     pub(crate) fn is_ours(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() + RENEW_EVERY / 2 < until)
     }
@@ -70,35 +70,36 @@ impl BridgeLease {
         })
     }
 
-    /// What [`ANNOTATION_BROKER`] names.
-    pub(crate) fn broker(&self) -> Option<&str> {
-        self.broker.as_deref()
+    /// What [`ANNOTATION_RECOVERED`] names.
+    pub(crate) fn recovered(&self) -> Option<&str> {
+        self.recovered.as_deref()
     }
 
-    /// Takes or renews it, if that may be done. With `broker`, makes it name that one.
+    /// Takes or renews the Lease, unless another agent holds it. `recovered`: the life to write into [`ANNOTATION_RECOVERED`]; None keeps what
+    /// is there.
     ///
     /// # Errors
     /// The API server's. Another agent that was faster is no error.
-    pub(crate) async fn renew(&mut self, broker: Option<&str>) -> Result<(), ApiError> {
+    pub(crate) async fn renew(&mut self, recovered: Option<&str>) -> Result<(), ApiError> {
         let asked = Instant::now();
         let found = call("get Lease flux-bridge", self.leases.get_opt(LEASE_BRIDGE)).await?;
         let view = found.as_ref().map(|lease| self.sight.view(lease, DURATION));
-        let before = found.as_ref().and_then(broker_of).map(str::to_owned);
-        let broker = broker.map(str::to_owned).or(before.clone());
+        let before = found.as_ref().and_then(recovered_in).map(str::to_owned);
+        let recovered = recovered.map(str::to_owned).or(before.clone());
         let step = next_step(view.as_ref(), &self.identity);
         let (metadata, create) = match (step, found) {
             (LeaseStep::Yield(_), found) => {
                 let holder = found.and_then(|lease| lease.spec?.holder_identity);
                 self.holder = holder.map(|name| name.chars().take(LONGEST_NAME).collect());
-                (self.until, self.broker) = (None, before);
+                (self.until, self.recovered) = (None, before);
                 return Ok(());
             }
             (LeaseStep::Renew | LeaseStep::Take, Some(lease)) => (metadata_to_write(lease.metadata), false),
             _ => (ObjectMeta { name: Some(LEASE_BRIDGE.to_owned()), ..ObjectMeta::default() }, true),
         };
         let mut lease = Lease { metadata, spec: Some(self.spec()) };
-        if let Some(broker) = &broker {
-            lease.metadata.annotations.get_or_insert_default().insert(ANNOTATION_BROKER.to_owned(), broker.clone());
+        if let Some(life) = &recovered {
+            lease.metadata.annotations.get_or_insert_default().insert(ANNOTATION_RECOVERED.to_owned(), life.clone());
         }
         let parameters = PostParams::default();
         let written = match create {
@@ -109,7 +110,7 @@ impl BridgeLease {
         match written {
             Ok(lease) => {
                 self.sight.view(&lease, DURATION);
-                (self.until, self.broker, self.holder) = (Some(asked + DURATION), broker, None);
+                (self.until, self.recovered, self.holder) = (Some(asked + DURATION), recovered, None);
                 Ok(())
             }
             Err(error) if error.code() == Some(409) => Ok(()),
@@ -127,6 +128,6 @@ impl BridgeLease {
     }
 }
 
-fn broker_of(lease: &Lease) -> Option<&str> {
-    lease.metadata.annotations.as_ref()?.get(ANNOTATION_BROKER).map(String::as_str)
+fn recovered_in(lease: &Lease) -> Option<&str> {
+    lease.metadata.annotations.as_ref()?.get(ANNOTATION_RECOVERED).map(String::as_str)
 }

@@ -143,7 +143,7 @@ impl Kubernetes {
             self.renew().await;
             let now = now();
             life.has_changed |= self.watched.forget(now) | self.opted_in.renew(&self.bridge.client).await;
-            let broker = life.flux.broker(self.lease.broker(), now).await?;
+            let broker = life.flux.broker(self.lease.recovered(), now).await?;
             let basis = Basis { broker, lease_is_ours: self.lease.is_ours() };
             let is_due = life.wake.is_some_and(|wake| wake <= Instant::now());
             if life.has_changed || is_due || life.basis.as_ref() != Some(&basis) {
@@ -316,7 +316,7 @@ impl Kubernetes {
                 }
                 // Somebody else may have written the Lease meanwhile. The API server may have taken long to answer, and the agent may be about
                 // to stop the broker now.
-                let is_named = self.lease.is_ours() && self.lease.broker() == Some(life.flux.name.as_str());
+                let is_named = self.lease.is_ours() && self.lease.recovered() == Some(life.flux.name.as_str());
                 if !is_named || self.bridge.told.borrow().is_closing || !(self.bridge.may_start_queues)() {
                     continue;
                 }

@@ -146,11 +146,12 @@ fn online_of(status: &FluxInstanceStatus) -> String {
     format!("{} of {} online", status.online, many(status.size, "node"))
 }
 
-/// The previous status without texts by which an agent's token could have filled it. Those of other fields are bounded by the schema, or
-/// are always written anew.
-fn kept(before: &FluxInstanceStatus) -> FluxInstanceStatus {
+/// The previous status without the texts that have no limit in the schema: a captured agent's token may have filled them. All other
+/// texts are limited there, or written anew each time.
+fn without_unlimited_texts(before: &FluxInstanceStatus) -> FluxInstanceStatus {
     let is_long = |text: &str| text.chars().count() as u64 > LONGEST_KEPT;
     let mut next = before.clone();
+    next.pods = None;
     next.dump = next.dump.filter(|dump| !is_long(&dump.dump.name));
     if matches!(&next.phase, InstancePhase::Other(word) if is_long(word)) {
         next.phase = InstancePhase::Pending;
@@ -160,9 +161,9 @@ fn kept(before: &FluxInstanceStatus) -> FluxInstanceStatus {
 
 /// The previous status with the numbers and names updated from the roster and the agents' reports.
 fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
-    let mut next = kept(seen.status);
+    let mut next = without_unlimited_texts(seen.status);
     let Some(Planned { roster, members }) = planned else {
-        (next.online, next.pending_nodes, next.pods) = (0, None, None);
+        (next.online, next.pending_nodes) = (0, None);
         return next;
     };
     next.epoch = roster.epoch;
@@ -222,9 +223,8 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
 /// Degraded.
 pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str, now: Timestamp) -> FluxInstanceStatus {
     let message = bounded(message);
-    let mut next = kept(before);
+    let mut next = without_unlimited_texts(before);
     next.message = Some(message.clone());
-    next.pods = None;
     next.conditions = ours(&before.conditions);
     // Keep the old generation: the planner has not evaluated the current spec.
     ConditionValue::yes(reason, message).set("Degraded", &mut next.conditions, before.observed_generation, now);
@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_planner_can_not_read_is_told_once_however_long_it_is() {
+    fn a_status_that_an_agents_token_has_filled_becomes_small_again() {
         let mut world = World::up(3);
         let forged = |number: u32| {
             let mut forged = Vec::new();
@@ -566,8 +566,18 @@ mod tests {
         world.status.dump = Some(KeptDump { node: "n0".to_owned(), dump });
         world.status.pods = Some(PodCounts { waits_for: Some(why.clone()), ..PodCounts::default() });
         world.status.phase = InstancePhase::Other(why.clone());
+        let written = stopped(&world.status, "MalformedRoster", "why", Timestamp::default());
+        assert!(serde_json::to_string(&written).unwrap().len() < 10_000);
+        assert_eq!((written.dump, written.pods, written.phase), (None, None, InstancePhase::Pending));
+        assert!(written.conditions.iter().all(|condition| condition.type_ == "Degraded"), "{:?}", written.conditions);
+    }
+
+    #[test]
+    fn what_the_planner_can_not_read_is_told_once_however_long_it_is() {
+        let before = World::up(3).status;
+        let why = "é".repeat(1 << 20);
         let at = |second| Timestamp::from_second(second).unwrap();
-        let once = stopped(&world.status, "MalformedRoster", &why, at(2000));
+        let once = stopped(&before, "MalformedRoster", &why, at(2000));
         assert_eq!(stopped(&once, "MalformedRoster", &why, at(3000)), once);
         assert!(serde_json::to_string(&once).unwrap().len() < 100_000);
     }

@@ -148,9 +148,8 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// True if the pod gets condition PodScheduled=False with this reason. An Event is made in any case, if the reason is another one
-    /// than the condition has. A pod that is bound keeps PodScheduled=True, and in a namespace that has not opted in, no condition can
-    /// be written.
+    /// True if the bridge also writes condition PodScheduled=False with this reason; an Event it always publishes. A bound pod keeps
+    /// PodScheduled=True, and in a namespace that has not opted in, the bridge can write no condition.
     pub fn is_condition(self) -> bool {
         !matches!(self, Self::NotOptedIn | Self::Padded | Self::NotStarted)
     }

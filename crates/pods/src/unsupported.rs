@@ -16,7 +16,7 @@ use model::matching;
 /// k8s.io/apimachinery), less the record of a job.
 const MOST_ANNOTATION_BYTES: usize = (256 << 10) - LONGEST_RECORD - ANNOTATION_JOB.len();
 
-/// Most rules about nodes, volumes and host ports of a pod together. Rules are counted as [`NodeRules::count`] does.
+/// Most [`entries`] of a pod.
 const MOST_RULES: usize = 500;
 
 const HOSTNAME: &str = "kubernetes.io/hostname";
@@ -44,8 +44,8 @@ pub enum Unsupported {
     TopologySpread,
     /// Rules that are compared with each node in each decision.
     #[error(
-        "its nodeSelector, node affinity, tolerations, volumes and host ports have more than {MOST_RULES} keys, requirements and values \
-         together, which scheduler flux does not support"
+        "its nodeSelector, node affinity, tolerations, volumes and host ports have more than {MOST_RULES} entries together, which \
+         scheduler flux does not support"
     )]
     Rules,
     /// A volume that is made where its pod goes.
@@ -80,10 +80,7 @@ pub(crate) fn check_annotations(annotations: Option<&Labels>) -> Result<(), Unsu
 /// # Errors
 /// [`Unsupported`].
 pub fn check_fields(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str]) -> Result<bool, Unsupported> {
-    let containers = spec.containers.iter().chain(spec.init_containers.iter().flatten());
-    let ports = containers.flat_map(|container| container.ports.iter().flatten());
-    let host_ports = ports.filter(|port| port.host_port.is_some()).count();
-    if NodeRules::count(spec) + host_ports + spec.volumes.as_ref().map_or(0, Vec::len) > MOST_RULES {
+    if entries(spec) > MOST_RULES {
         return Err(Unsupported::Rules);
     }
     if spec.resource_claims.iter().flatten().next().is_some() {
@@ -117,6 +114,14 @@ pub fn check_fields(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&
         true => Ok(!terms.is_empty()),
         false => Err(Unsupported::PodAntiAffinity),
     }
+}
+
+/// How much of a pod a decision compares with each node.
+fn entries(spec: &PodSpec) -> usize {
+    let containers = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    let ports = containers.flat_map(|container| container.ports.iter().flatten());
+    let host_ports = ports.filter(|port| port.host_port.is_some()).count();
+    NodeRules::count(spec) + host_ports + spec.volumes.as_ref().map_or(0, Vec::len)
 }
 
 /// True if `selector` selects only objects that have one of `names` as the value of some label. Each controller has a label key of its own

@@ -146,14 +146,14 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
         return Ok(());
     }
     // Through the open directory: by now something else may be mounted at its path.
-    let opened = path_of(&directory);
-    let of_interrupted_claim = [opened.join(LOCK), opened.join(LOCK_REPLACING), aside(&opened.join(STATE))];
+    let inside = path_of(&directory);
+    let remains = [inside.join(LOCK), inside.join(LOCK_REPLACING), aside(&inside.join(STATE))];
     let mut found: Vec<PathBuf> = entries(&directory, prefix)?.iter().map(DirEntry::path).collect();
-    // Asked for its error: nobody may have mounted anything in it.
+    // Called for its error only: it refuses what a user has mounted there by FUSE.
     for path in &found {
         trust::owner(&directory, prefix, path.file_name().unwrap_or_default())?;
     }
-    found.retain(|path| !of_interrupted_claim.contains(path) && !statedir::is_kept(path));
+    found.retain(|path| !remains.contains(path) && !statedir::is_kept(path));
     let Some(first) = found.first() else { return Ok(()) };
     let Some(instance_uid) = configured_for(root, prefix) else {
         return Err(Refusal::new(format!(
@@ -185,7 +185,7 @@ pub fn check_content(root: &Root, prefix: &Path, wanted: &str) -> Result<(), Ref
     )))
 }
 
-/// All entries of a prefix: what can't be read is not taken for empty.
+/// Lists a prefix. If that fails, the claim does: an unreadable prefix must not pass for an empty one.
 fn entries(directory: &OwnedFd, prefix: &Path) -> Result<Vec<DirEntry>, Refusal> {
     let found = fs::read_dir(path_of(directory)).and_then(Iterator::collect);
     found.map_err(|error| Refusal::new(format!("can't read directory {}: {error}", prefix.display())))

@@ -17,9 +17,10 @@ pub struct JobsAnswer {
     pub may_have_others_below: bool,
 }
 
-/// Why jobs may be running on ranks for which `counts` is true; None if none can. They may if the lead names such a rank, or if this
-/// host has a job shell, whatever the lead says. If the lead does not answer, they also may if a broker lives here that is the lead's,
-/// or has others below it: all ranks below it would end with it.
+/// Why jobs may be running on ranks for which `counts` is true; None if none can. They may
+/// - if the lead names such a rank,
+/// - if this host has a job shell, whatever the lead says,
+/// - if the lead does not answer, and the broker of this host lives and is the lead's or has others below it: they would end with it.
 pub fn running_jobs(view: &HostView, answer: &JobsAnswer, counts: impl Fn(Rank) -> bool) -> Option<&'static str> {
     // A broker without a socket was not up yet, and has given out no job.
     let nothing_listens = !view.rundir_lost
@@ -98,26 +99,26 @@ pub fn jobs_win(uninstall: &Uninstall) -> bool {
     uninstall.running_jobs != RunningJobs::Cancel
 }
 
-/// How far the queues are stopped for a removal.
+/// What a removal knows about the queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueuesAtRemoval {
     /// The lead answers, and the host knows its instance.
     pub can_be_stopped: bool,
     /// This removal has tried to stop them.
-    pub has_tried: bool,
+    pub stop_was_tried: bool,
     /// This agent has stopped them for the end of the instance.
     pub were_stopped: bool,
 }
 
 /// Decides what the removal of a host does next. `jobs`: see [`running_jobs`].
 pub fn removal(uninstall: &Uninstall, jobs: Option<&str>, queues: QueuesAtRemoval) -> Removal {
-    let QueuesAtRemoval { can_be_stopped, has_tried, were_stopped } = queues;
+    let QueuesAtRemoval { can_be_stopped, stop_was_tried, were_stopped } = queues;
     if !jobs_win(uninstall) {
         return Removal::Remove;
     }
-    // On an idle host they are stopped once more: somebody may have started them since.
-    let need_no_stop = jobs.is_some() && were_stopped;
-    if can_be_stopped && !has_tried && !need_no_stop {
+    // If no job runs, stop them once more: somebody may have started them since.
+    let stay_stopped = jobs.is_some() && were_stopped;
+    if can_be_stopped && !stop_was_tried && !stay_stopped {
         return Removal::StopQueues;
     }
     jobs.map_or(Removal::Remove, |reason| Removal::Wait(kept_for_jobs(reason, were_stopped, uninstall.keep_state)))
@@ -191,7 +192,7 @@ mod tests {
         let wait = Uninstall::default();
         let cancel = Uninstall { running_jobs: RunningJobs::Cancel, ..Uninstall::default() };
         let runs = Some("jobs are running");
-        for (what, uninstall, jobs, can_be_stopped, has_tried, were_stopped, expected) in [
+        for (what, uninstall, jobs, can_be_stopped, stop_was_tried, were_stopped, expected) in [
             ("cancel", &cancel, runs, true, false, false, "remove"),
             ("jobs run", &wait, runs, true, false, false, "stop"),
             ("jobs run and the queues are stopped", &wait, runs, true, false, true, "wait"),
@@ -203,7 +204,8 @@ mod tests {
             ("idle, and the stop failed", &wait, None, true, true, false, "remove"),
             ("no broker", &wait, None, false, false, false, "remove"),
         ] {
-            let found = match removal(uninstall, jobs, QueuesAtRemoval { can_be_stopped, has_tried, were_stopped }) {
+            let found = match removal(uninstall, jobs, QueuesAtRemoval { can_be_stopped, stop_was_tried, were_stopped })
+            {
                 Removal::StopQueues => "stop",
                 Removal::Wait(_) => "wait",
                 Removal::Remove => "remove",
@@ -214,10 +216,10 @@ mod tests {
 
     #[test]
     fn a_kept_host_says_what_becomes_of_pending_jobs() {
-        for (are_ended, keep_state, expected) in
+        for (were_stopped, keep_state, expected) in
             [(false, false, "is Wait)"), (true, false, "end with the instance"), (true, true, "queue that is kept")]
         {
-            let words = kept_for_jobs("jobs are running", are_ended, keep_state);
+            let words = kept_for_jobs("jobs are running", were_stopped, keep_state);
             assert!(words.starts_with("jobs are running: ") && words.ends_with(expected), "{words}");
         }
     }

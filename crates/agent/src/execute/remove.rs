@@ -34,7 +34,7 @@ pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Resul
     let state = view.state.as_ref();
     let known = state.and_then(|state| agent.sources.watched.borrow().uninstall_of(&state.instance_uid));
     let uninstall = known.or(state.map(|state| state.uninstall.clone())).unwrap_or_default();
-    let mut has_tried = false;
+    let mut stop_was_tried = false;
     // If jobs are cancelled anyway, a broker that hangs must not use up the pod's grace.
     while jobs_win(&uninstall) {
         let answer = ask().await;
@@ -42,17 +42,17 @@ pub async fn remove(agent: &mut Agent, view: &HostView, pod_ends: bool) -> Resul
         let roster = host_roster(view).filter(|_| answer.lead.is_ok());
         let queues = QueuesAtRemoval {
             can_be_stopped: state.is_some() && roster.is_some(),
-            has_tried,
-            were_stopped: agent.memory.queues.are_ended,
+            stop_was_tried,
+            were_stopped: agent.memory.queues.were_stopped,
         };
         match removal(&uninstall, jobs, queues) {
             Removal::Wait(reason) => return Err(StepError::NotYet(reason)),
             Removal::Remove => break,
-            Removal::StopQueues => has_tried = true,
+            Removal::StopQueues => stop_was_tried = true,
         }
         let (Some(state), Some(roster)) = (state, roster) else { continue };
         match queues::end(&*agent.ops.host, &state.prefix, &roster).await {
-            Ok(()) => agent.memory.queues.are_ended = true,
+            Ok(()) => agent.memory.queues.were_stopped = true,
             Err(error) => warn!(error = error_chain(&error), "can't stop the queues"),
         }
     }

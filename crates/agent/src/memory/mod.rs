@@ -28,7 +28,7 @@ pub struct Queues {
     /// They may be stopped by this agent, or by the one before it.
     pub may_be_stopped: bool,
     /// This agent stopped them for the end of the instance.
-    pub are_ended: bool,
+    pub were_stopped: bool,
 }
 
 impl Default for Memory {
@@ -36,7 +36,7 @@ impl Default for Memory {
         Self {
             attempts: Attempts::default(),
             starts: Starts::default(),
-            queues: Queues { may_be_stopped: true, are_ended: false },
+            queues: Queues { may_be_stopped: true, were_stopped: false },
             source: None,
             failed_observations: 0,
         }
@@ -67,6 +67,6 @@ impl Memory {
     /// Forgets the instance: this host is clean.
     pub fn forget_instance(&mut self) {
         self.starts.forget();
-        self.queues.are_ended = false;
+        self.queues.were_stopped = false;
     }
 }

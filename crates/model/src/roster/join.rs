@@ -77,9 +77,9 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         if with_rank.contains(&node.uid) || facts(seen, node).is_none() || runs || differs {
             continue;
         }
-        let parent_is_fine =
+        let parent_can_have_children =
             |rank: &Rank| parent(roster, *rank).is_none_or(|parent| can_have_children(members, roster, parent));
-        let own = reserved.get(&node.uid).copied().filter(parent_is_fine);
+        let own = reserved.get(&node.uid).copied().filter(parent_can_have_children);
         let mut next = || free.get_or_insert_with(|| free_ranks(seen, members, roster)).next();
         // Without a rank, go on: a later node may still have a rank of its own.
         let Some(rank) = own.or_else(&mut next) else { continue };

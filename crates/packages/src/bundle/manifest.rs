@@ -17,15 +17,11 @@ const PACKAGES: &str = "packages";
 /// Limit for a manifest, which normally has a few hundred bytes.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 64 << 10;
 
-/// Directories that exist on every host. No symlink may ever replace them.
-const HOST_DIRECTORIES: [&str; 18] = [
-    "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib64", "/mnt", "/opt", "/proc", "/root", "/run", "/sbin",
-    "/srv", "/sys", "/tmp", "/usr", "/var",
-];
-
-/// Directories in which the host's own programs look for their settings and parts. A symlink there, such as one at
-/// `/etc/systemd/system/NAME.service.d`, would have them take what is in the bundle for theirs.
-const HOST_SETTINGS: [&str; 18] = [
+/// Directories that every host has. No symlink may replace them, but one below them is fine.
+const HOST_DIRECTORIES: [&str; 8] = ["/home", "/mnt", "/opt", "/root", "/srv", "/tmp", "/usr", "/var"];
+/// Directories from which the host's own programs read files. No symlink may be there or below: systemd, for example, would read a bundle
+/// linked at `/etc/systemd/system/NAME.service.d` as its own configuration.
+const READ_BY_HOST: [&str; 18] = [
     "/bin",
     "/boot",
     "/dev",
@@ -69,9 +65,9 @@ pub enum ManifestError {
     /// A symlink at this prefix would replace a directory of the host.
     #[error("its prefix {} is a directory that every host has; build Flux for /opt/flux", .0.display())]
     OfHosts(PathBuf),
-    /// A symlink at this prefix would be among the settings of the host's programs.
-    #[error("its prefix {} is where the host's own programs look for files; build Flux for /opt/flux", .0.display())]
-    AmongSettings(PathBuf),
+    /// The host's own programs would read what is below a symlink at this prefix.
+    #[error("its prefix {} is in a directory from which the host's own programs read files; build Flux for /opt/flux", .0.display())]
+    ReadByHost(PathBuf),
     /// It has packages for no platform.
     #[error("its {BUNDLE_MANIFEST} names no platform")]
     NoPlatform,
@@ -157,8 +153,8 @@ pub(crate) fn check_prefix(prefix: &Path) -> Result<(), ManifestError> {
     if HOST_DIRECTORIES.iter().any(|d| prefix == Path::new(d)) {
         return Err(ManifestError::OfHosts(prefix.to_owned()));
     }
-    if HOST_SETTINGS.iter().any(|directory| prefix.starts_with(directory)) {
-        return Err(ManifestError::AmongSettings(prefix.to_owned()));
+    if READ_BY_HOST.iter().any(|directory| prefix.starts_with(directory)) {
+        return Err(ManifestError::ReadByHost(prefix.to_owned()));
     }
     Ok(())
 }
@@ -168,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_bundle_has_a_link_made_where_the_hosts_programs_look_for_theirs() {
+    fn no_bundle_is_linked_where_the_hosts_own_programs_read_files() {
         for (prefix, is_fine) in [
             ("/opt/flux", true),
             ("/usr/local/flux", true),

@@ -333,9 +333,10 @@ impl<'a> Linker<'a> {
         }
     }
 
-    /// Checks where a package's entries would be, before rattler puts them there: it makes directories through symlinks of
-    /// other packages, even for files that it then puts aside, copies over what the same package has in one place, and moves files aside
-    /// through a symlink of the same package that is above them.
+    /// Checks where a package's entries would be, before rattler puts them there. rattler
+    /// - makes directories through other packages' symlinks, even for files that it then puts aside,
+    /// - overwrites one entry with another one of the same package in the same place,
+    /// - moves files aside through a symlink of the same package above them.
     fn check_places(&self, unpacked: &Path, index: &IndexJson, paths: &PathsJson) -> Result<(), UnpackError> {
         let root = self.partial.path();
         let root = root.canonicalize().map_err(|source| UnpackError::write(root, source))?;

@@ -147,10 +147,7 @@ fn elsewhere<'a>(
     let pending = holdings.jobs.iter().rev().find(is_meant);
     if let Some(held) = pending.filter(|held| held.bridged.record.pinned.is_some()) {
         // It has been given cores there before, and gets them when the rank is back.
-        return Progress {
-            needed: [held.job.id].into(),
-            words: Words::queued(round, held.job, held.bridged.record.queued),
-        };
+        return Progress { needed: [held.job.id].into(), words: Words::queued(round, held.job, held.job.submitted) };
     }
     let threads = holdings.jobs.first().map(|held| held.bridged.record.threads);
     let request = request(round, gang, &[pod], &avoided, threads);

@@ -186,7 +186,7 @@ fn serve_gang<'a>(
         }
     }
     let now = round.now;
-    for until in gang.members.iter().filter_map(|pod| pod.holds_until(now)).filter(|until| *until < Millis::MAX) {
+    for until in gang.members.iter().filter_map(|pod| pod.holds_until(now)) {
         round.wake_at(until);
     }
     let held_by = |pod: &PodView| {

@@ -18,18 +18,17 @@ const LATER_BY: Millis = 2 * SECOND;
 /// A gang's place among those of its urgency.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct QueuePlace {
-    /// When it came into the queue. A gang of which a pod has been made again is as old as that pod; one that could not be submitted for
-    /// hours is not put before those that have waited meanwhile.
+    /// [`JobRecord::queued`]: not the age of the gang, because one that could not be submitted for hours must not go before those that
+    /// have waited meanwhile.
     queued: Millis,
-    /// When its last pod was created. It counts among gangs that came at the same time, as all do after Flux has lost its queue.
+    /// When its last pod was created. Decides if `queued` is equal, as it is for all gangs after Flux has lost its queue.
     created: Millis,
 }
 
 impl QueuePlace {
     /// The place of a job of `gang` with this record.
     pub fn of(gang: &Gang, record: &JobRecord) -> Self {
-        let created = gang.since();
-        Self { queued: record.queued.max(created), created }
+        Self { queued: record.queued, created: gang.since() }
     }
 
     fn is_behind(self, other: Self) -> bool {

@@ -1,5 +1,5 @@
-//! If a gang can't be completed for too long, it begins again: the bridge suspends its Job, and resumes it once the pods are gone, or
-//! only such are left as their nodes do not end: those keep their cores, and others take their places.
+//! If a gang can't be completed for too long, it begins again: the bridge suspends its Job, and resumes it once the pods are gone. A pod
+//! on a node that does not answer never ends: it keeps its cores, but the bridge waits for it only for a while.
 //!
 //! Pods are never deleted one by one, because each counts on the Job's backoffLimit.
 
@@ -36,24 +36,24 @@ pub(super) fn suspend_if_stuck(round: &mut Round, memory: &mut Memory, gang: &Ga
     }
 }
 
-/// Resumes the Jobs that were suspended for that, and whose pods have gone.
+/// Resumes the Jobs that [`suspend_if_stuck`] has suspended, once the bridge waits for none of their pods.
 pub(super) fn resume(round: &mut Round) {
     let jobs = round.world.facts.jobs.values().filter(|job| job.is_to_be_resumed());
     for job in jobs.filter(|job| round.world.namespaces.contains(&job.namespace)) {
-        let resume = Action::ResumeJob(JobRef::from(job));
-        match pods_are_gone_at(round, job) {
-            Some(at) if round.now < at => round.wake_at(at),
-            _ if round.world.under_way.contains(&resume) => {}
-            _ => round.actions.push(resume),
+        let (until, resume) = (waits_for_pods_until(round, job), Action::ResumeJob(JobRef::from(job)));
+        if round.now < until {
+            round.wake_at(until);
+        } else if !round.world.under_way.contains(&resume) {
+            round.actions.push(resume);
         }
     }
 }
 
-/// When the last pod of `job` is no longer waited for; None if there is none. A pod that is still there so long after its end is on a
-/// node that does not answer: Kubernetes' Job controller replaces it, too.
-fn pods_are_gone_at(round: &Round, job: &KubeJob) -> Option<Millis> {
+/// Until when `job` waits for its pods; `Millis::MAX` if one is not being deleted yet, 0 if there is none. Kubernetes' Job controller, too,
+/// replaces a pod that its node does not end.
+fn waits_for_pods_until(round: &Round, job: &KubeJob) -> Millis {
     let gangs = round.gangs.iter().filter(|gang| gang.job.is_some_and(|other| other.uid == job.uid));
     let patience = round.world.settings.complete_after;
-    let waited_for_until = |pod: &&PodView| pod.to_end_by.map_or(Millis::MAX, |end| end.saturating_add(patience));
-    gangs.flat_map(|gang| &gang.members).map(waited_for_until).max()
+    let waits_until = |pod: &&PodView| pod.to_end_by.map_or(Millis::MAX, |end| end.saturating_add(patience));
+    gangs.flat_map(|gang| &gang.members).map(waits_until).max().unwrap_or(0)
 }

@@ -80,7 +80,7 @@ fn record(round: &Round, gang: &Gang, pods: &[&PodView], threads: u32, pinned: O
         gang: gang.id.clone(),
         members: pods.iter().map(member_pod).collect(),
         threads,
-        queued: queued.unwrap_or(round.now),
+        queued: queued.unwrap_or(round.now).max(gang.since()),
         pinned,
     }
 }

@@ -156,7 +156,7 @@ impl<'a> Round<'a> {
 
     /// Sees to it that there is a round at `at`.
     pub fn wake_at(&mut self, at: Millis) {
-        if at > self.now {
+        if at > self.now && at < Millis::MAX {
             self.wake = Some(self.wake.map_or(at, |wake| wake.min(at)));
         }
     }

@@ -113,7 +113,7 @@ fn wait<'a>(
     request: JobRequest,
     queue: &mut Vec<Queued<'a>>,
 ) -> Option<Words> {
-    let may_change = may_change_at(held.job);
+    let (may_change, queued) = (may_change_at(held.job), request.record.queued);
     if is_as_wanted(round, held.bridged, &request) {
         let place = QueuePlace::of(gang, &request.record);
         queue.push(Queued { job: held.job, request, place });
@@ -122,7 +122,7 @@ fn wait<'a>(
     } else {
         round.wake_at(may_change);
     }
-    Words::queued(round, held.job, held.bridged.record.queued)
+    Words::queued(round, held.job, queued)
 }
 
 fn bind_all(

@@ -23,7 +23,7 @@ const TELL_EVERY: Millis = 60 * SECOND;
 const MOST_MESSAGES: usize = 32;
 /// How soon the next ones follow.
 const MORE_MESSAGES_AFTER: Millis = 100;
-/// How far down the queue a gang is told its place.
+/// The bridge tells a gang its place in the queue only up to this one.
 const PLACES: usize = 20;
 /// How long kubelet may take to take up a pod.
 pub(super) const TAKE_UP_WITHIN: Millis = 60 * SECOND;
@@ -130,8 +130,10 @@ pub(super) fn is_not_taken_up(pod: &PodView, now: Millis) -> bool {
     bound.is_some_and(|bound| now >= bound.saturating_add(TAKE_UP_WITHIN))
 }
 
-/// Tells `words` to `pod`, unless the pod shows them; or the bridge has said the same before, or something else with the same reason less
-/// than [`TELL_EVERY`] ago; or there are [`MOST_MESSAGES`] already, and these words come in the next decision.
+/// Tells `words` to `pod`, but not
+/// - if the pod shows them already, or the bridge has said the same before,
+/// - within [`TELL_EVERY`] after another message with the same reason,
+/// - if this decision has [`MOST_MESSAGES`] already. The next one tells them.
 fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words) {
     let Words { reason, message } = words;
     let is_condition = reason.is_condition();
@@ -158,7 +160,7 @@ fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words) {
         return;
     }
     round.messages += 1;
-    // The pod shows this one in the place of the condition before, which is told again once it is right again.
+    // This condition replaces the one before. If that becomes true again, it must be told again.
     if is_condition {
         told.clear();
     }
