@@ -230,6 +230,32 @@ async fn one_package_can_not_write_through_the_symlink_of_another() {
     }
 }
 
+/// rattler makes a package's directories through symlinks of others, though these lead nowhere until then.
+#[tokio::test]
+async fn no_package_makes_directories_through_a_symlink_that_leads_nowhere_yet() {
+    if skips_without([Need::Root]) {
+        return;
+    }
+    let outside = outside();
+    let flux = Entry::file("bin/flux", b"#!/bin/sh\n");
+    let door = [
+        Entry::symlink("w", outside.path().to_str().unwrap()),
+        Entry::symlink("x", "d/../w"),
+        Entry::file("noise", &noise(100_000)),
+    ];
+    let guest = [Entry::file("d/f", b"x"), Entry::file("x/nologin/f", b"x"), flux];
+    let packages = [
+        Lie::new("evil-1.0-0.conda", conda(&info("evil", &honest(&door)), &door)),
+        Lie::new("good-1.0-0.conda", conda(&info("good", &honest(&guest)), &guest)),
+    ];
+    let (host, set) = fetched(&packages);
+    let linked = host.link(&set).await;
+    assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
+    let refusal = linked.unwrap_err();
+    assert!(refusal.message.contains("can't use package good-1.0-0") && !refusal.transient, "{refusal}");
+    assert!(refusal.message.contains("would be written through x, another package's symlink"), "{refusal}");
+}
+
 /// rattler moves what is in a Python package's `site-packages`, and copies through what is there already.
 #[tokio::test]
 async fn no_package_writes_through_a_symlink_of_its_own_that_is_moved() {

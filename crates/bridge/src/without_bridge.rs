@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use api::IdSet;
+use futures::StreamExt;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
 
@@ -88,7 +89,8 @@ impl<'a> Occupancy<'a> {
         let may_be_gang = |job: &&ListedJob| may_be_bridged(self.client, job);
         let new = listed.iter().filter(may_be_gang).map(|job| job.id).filter(|id| self.jobs.get(*id).is_none());
         let new: Vec<_> = new.collect();
-        for job in job_events(self.client, new).await {
+        let mut found = job_events(self.client, new);
+        while let Some(job) = found.next().await {
             match job {
                 Ok(events) => self.jobs.apply(&events),
                 Err(error) => warn!(error = error_chain(&error), "can't find out whether a job is for pods"),
@@ -111,7 +113,8 @@ pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueE
     let listed = listed_jobs(client, JobStates::Active).await?;
     let named: Vec<_> = listed.iter().filter(|job| may_be_bridged(client, job)).map(|job| job.id).collect();
     let mut jobs = Jobs::of(client.uid());
-    for job in job_events(client, named).await {
+    let mut found = job_events(client, named);
+    while let Some(job) = found.next().await {
         jobs.apply(&job?);
     }
     for (job, _) in jobs.bridged().filter(|(job, _)| job.is_active()) {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use api::IdSet;
 use base64::{Engine, prelude::BASE64_STANDARD};
-use futures::{StreamExt, join, stream};
+use futures::{Stream, StreamExt, future::ready, join, stream};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -166,10 +166,14 @@ pub async fn listed_jobs(client: &Client, states: JobStates) -> Result<Vec<Liste
 }
 
 /// Asks the job manager about each job: all its events until now, its jobspec, and R if it has resources. The answers are newer than the
-/// call. A job that the job manager has forgotten is left out; any other may be an error.
-pub async fn job_events(client: &Client, ids: impl IntoIterator<Item = JobId>) -> Vec<Result<JobEvents, RpcError>> {
-    let asked = ids.into_iter().map(|id| events_of(client, id));
-    stream::iter(asked).buffer_unordered(AT_ONCE).filter_map(async |job| job.transpose()).collect().await
+/// call. A job that the job manager has forgotten is left out; any other may be an error. One answer at a time is parsed: each may take
+/// much memory.
+pub fn job_events<'a>(
+    client: &'a Client,
+    ids: impl IntoIterator<Item = JobId, IntoIter: Send> + 'a,
+) -> impl Stream<Item = Result<JobEvents, RpcError>> + Send {
+    let asked = stream::iter(ids).map(move |id| events_of(client, id));
+    asked.buffer_unordered(AT_ONCE).filter_map(|job| ready(job.transpose())).boxed()
 }
 
 async fn events_of(client: &Client, id: JobId) -> Result<Option<JobEvents>, RpcError> {

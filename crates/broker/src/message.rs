@@ -84,9 +84,12 @@ pub enum DecodeError {
     /// See [`MAX_FRAME`].
     #[error("a frame of {0} bytes is larger than the limit")]
     TooLarge(usize),
-    /// See [`has_too_many_values`].
-    #[error("an answer has more values than any of Flux")]
-    TooManyValues,
+    /// See [`would_take_too_much`].
+    #[error("an answer would take more memory than any of Flux")]
+    TooMuch,
+    /// See [`MOST_PARTS`].
+    #[error("a frame has more than {MOST_PARTS} parts")]
+    TooManyParts,
     /// A part reaches beyond the frame, or is missing.
     #[error("a frame is cut short")]
     Truncated,
@@ -162,10 +165,13 @@ pub fn frame_length(preamble: [u8; PREAMBLE]) -> Result<usize, DecodeError> {
     if length > MAX_FRAME { Err(DecodeError::TooLarge(length)) } else { Ok(length) }
 }
 
+/// Most parts of a frame. A message has four, and one for each hop of its route.
+const MOST_PARTS: usize = 64;
+
 /// Splits the bytes after the preamble into parts.
 ///
 /// # Errors
-/// [`DecodeError::Truncated`].
+/// [`DecodeError::Truncated`], [`DecodeError::TooManyParts`].
 pub fn parts(mut bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
     let mut parts = Vec::new();
     while let Some((first, rest)) = bytes.split_first() {
@@ -177,23 +183,31 @@ pub fn parts(mut bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
             length => (usize::from(length), rest),
         };
         let (part, rest) = rest.split_at_checked(length).ok_or(DecodeError::Truncated)?;
+        if parts.len() == MOST_PARTS {
+            return Err(DecodeError::TooManyParts);
+        }
         parts.push(part);
         bytes = rest;
     }
     Ok(parts)
 }
 
-/// True if `json` may have more values than any answer of Flux: not even R with 64 MiB of Fluxion's graph has as many. A parsed value
-/// takes far more memory than `2` or `[]` takes here, so such an answer could exhaust it.
-pub fn has_too_many_values(json: &[u8]) -> bool {
-    const MOST: usize = 10_000_000;
-    let weights = json.iter().map(|byte| match byte {
-        b',' => 1,
-        // An array begins with room for four values.
-        b'[' | b'{' => 4,
-        _ => 0,
+/// Most memory that a parsed answer may take, in bytes: R with Fluxion's graph of 300,000 vertices takes that much.
+pub const MOST_PARSED: usize = 1 << 30;
+
+/// True if `json` may take more memory than [`MOST_PARSED`] when it is parsed: `0,` and `{}` take many times their size then.
+pub fn would_take_too_much(json: &[u8]) -> bool {
+    // Vectors grow to twice their size, and begin with room for four values. A table begins with room for four entries, and its index.
+    let value = size_of::<Value>();
+    let entry = value + size_of::<String>() + size_of::<usize>();
+    let estimates = json.iter().map(|byte| match byte {
+        b',' => 2 * value,
+        b':' => 2 * (entry - value) + 16,
+        b'[' => 4 * value,
+        b'{' => 4 * entry + 64,
+        _ => 1,
     });
-    weights.sum::<usize>() > MOST
+    estimates.sum::<usize>() > MOST_PARSED
 }
 
 impl Message {
@@ -338,12 +352,19 @@ mod tests {
     #[test]
     fn an_answer_that_would_take_a_multiple_of_its_size_is_not_parsed() {
         let ranks = |count: u32| json!({"ranks": (0..count).collect::<Vec<_>>()}).to_string();
-        assert!(!has_too_many_values(ranks(16384).as_bytes()));
+        assert!(!would_take_too_much(ranks(16384).as_bytes()));
         let vertex = json!({"id": "1", "metadata": {"type": "core", "id": 0, "rank": 0, "paths": {"containment": "/c0/n0/core0"}}});
-        assert!(!has_too_many_values(json!({"nodes": vec![vertex; 100_000]}).to_string().as_bytes()));
-        assert!(has_too_many_values(format!("[{}0]", "0,".repeat(10_000_000)).as_bytes()));
+        assert!(!would_take_too_much(json!({"nodes": vec![vertex; 200_000]}).to_string().as_bytes()));
+        assert!(would_take_too_much(format!("[{}0]", "0,".repeat(10_000_000)).as_bytes()));
+        assert!(would_take_too_much(format!("[{}0]", r#"{"":0},"#.repeat(2_000_000)).as_bytes()));
         let nested = format!("{}{},", "[".repeat(100), "]".repeat(100));
-        assert!(has_too_many_values(format!("[{}0]", nested.repeat(30_000)).as_bytes()));
+        assert!(would_take_too_much(format!("[{}0]", nested.repeat(40_000)).as_bytes()));
+    }
+
+    #[test]
+    fn a_frame_of_empty_parts_takes_no_memory() {
+        assert_eq!(parts(&vec![0; 1 << 20]), Err(DecodeError::TooManyParts));
+        assert!(Message::decode(&vec![0; 1 << 20]).is_err());
     }
 
     #[test]

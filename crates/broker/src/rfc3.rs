@@ -25,7 +25,7 @@ use tokio::{
 };
 
 use super::message::{
-    ANY, DecodeError, ENODATA, MAX_FRAME, Message, NO_RESPONSE, PREAMBLE, Request, frame_length, has_too_many_values,
+    ANY, DecodeError, ENODATA, MAX_FRAME, Message, NO_RESPONSE, PREAMBLE, Request, frame_length, would_take_too_much,
 };
 use host::trust::own_uid;
 
@@ -397,7 +397,7 @@ fn value_of(message: Message) -> Result<Value, RpcError> {
     let Message { topic, errnum, payload, .. } = message;
     match (errnum, payload) {
         (0, None) => Ok(Value::Null),
-        (0, Some(json)) if has_too_many_values(&json) => Err(DecodeError::TooManyValues.into()),
+        (0, Some(json)) if would_take_too_much(&json) => Err(DecodeError::TooMuch.into()),
         (0, Some(json)) => serde_json::from_slice(&json).map_err(|source| RpcError::Payload { topic, source }),
         (errnum, payload) => {
             let words = payload.map(|text| String::from_utf8_lossy(&text).into_owned()).filter(|text| !text.is_empty());

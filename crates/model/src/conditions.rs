@@ -103,7 +103,8 @@ impl ConditionValue {
         };
         match conditions.iter_mut().find(|condition| condition.type_ == type_) {
             Some(old) => {
-                if old.status == status {
+                // A time in the future is none of ours: with it, a deadline would never come.
+                if old.status == status && old.last_transition_time.0 <= now {
                     next.last_transition_time = old.last_transition_time.clone();
                 }
                 *old = next;

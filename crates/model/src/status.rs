@@ -595,4 +595,18 @@ mod tests {
         }
         assert_eq!(status(&world.seen(), 1, world.planned().as_ref(), None), own);
     }
+
+    #[test]
+    fn a_time_in_the_future_does_not_keep_a_deadline_from_coming() {
+        let at = |second| Timestamp::from_second(second).unwrap();
+        let pending = |conditions: &mut Vec<Condition>, now| {
+            ConditionValue::yes("Changed", "").set(CONDITION_RESTART_PENDING, conditions, 1, at(now));
+            conditions[0].last_transition_time.0
+        };
+        let mut conditions = Vec::new();
+        assert_eq!(pending(&mut conditions, 1000), at(1000));
+        assert_eq!(pending(&mut conditions, 2000), at(1000));
+        conditions[0].last_transition_time = Time(at(4_000_000_000));
+        assert_eq!(pending(&mut conditions, 3000), at(3000));
+    }
 }

@@ -181,7 +181,7 @@ impl PodView {
         let node = spec.and_then(|spec| spec.node_name.clone()).filter(|node| !node.is_empty());
         let is_bridged = spec.is_some_and(|spec| spec.scheduler_name.as_deref() == Some(SCHEDULER));
         let scheduled = condition(pod, "PodScheduled");
-        let namespace = meta.namespace.clone().unwrap_or_default();
+        let (namespace, name) = (meta.namespace.clone().unwrap_or_default(), meta.name.clone().unwrap_or_default());
         let requests = Requests::of(pod);
         let plan = spec.filter(|_| is_bridged && node.is_none()).map(|spec| {
             let mut names: Vec<&str> = owner.iter().flat_map(|owner| [owner.name.as_str(), &owner.uid]).collect();
@@ -191,10 +191,11 @@ impl PodView {
                 .map_err(Unsupported::from)
                 .and_then(|_| check_annotations(meta.annotations.as_ref()))
                 .and_then(|()| check_fields(spec, &labels, &namespace, &names));
+            let is_refused = spreads.is_err();
             Box::new(Plan {
-                // They stay in memory.
-                rules: if spreads == Err(Unsupported::Rules) { NodeRules::default() } else { NodeRules::of(spec) },
-                claims: claims(spec, meta.name.as_deref().unwrap_or_default()),
+                // They stay in memory, and claims are looked up.
+                rules: if is_refused { NodeRules::default() } else { NodeRules::of(spec) },
+                claims: if is_refused { BTreeSet::new() } else { claims(spec, &name) },
                 is_gated: spec.scheduling_gates.iter().flatten().next().is_some(),
                 spreads,
                 seconds: spec.active_deadline_seconds.and_then(|seconds| u64::try_from(seconds).ok()),
@@ -209,7 +210,7 @@ impl PodView {
         let bound = scheduled.filter(|condition| condition.status == "True");
         let bound = bound.and_then(|condition| condition.last_transition_time.as_ref());
         Self {
-            name: meta.name.clone().unwrap_or_default(),
+            name,
             uid: meta.uid.clone().unwrap_or_default(),
             created: meta.creation_timestamp.as_ref().map_or(0, |time| time.0.as_millisecond()),
             is_bridged,

@@ -115,8 +115,8 @@ pub struct JobRecord {
     pub members: Vec<MemberPod>,
     /// Hardware threads of each core of the nodes where the job may run.
     pub threads: u32,
-    /// When the gang came into the queue, in milliseconds since the Unix epoch. A job that replaces another one keeps it, unless a pod of the
-    /// gang was created later. 0 if an older version wrote the record.
+    /// When the gang came into the queue, in milliseconds since the Unix epoch. A later job of the gang keeps it, unless a pod of the
+    /// gang was created after that. 0 if an older version wrote the record.
     #[serde(default)]
     pub queued: Millis,
     /// The job is pinned to this rank, because its pods are there.

@@ -9,6 +9,10 @@ use k8s_openapi::{
 
 use crate::quantity::{self, NotAQuantity};
 
+/// Most host ports, and most extended resources, of one pod that count. The bridge schedules no pod with more (`check_fields`), but another
+/// scheduler may, and all pods of a node are compared with those that wait in each decision.
+pub(crate) const MOST_EACH: usize = 500;
+
 /// What a pod asks of a node, or what several ask together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Requests {
@@ -36,10 +40,13 @@ pub struct HostPort {
 }
 
 impl HostPort {
-    /// True if two pods on one node can't have them both.
-    pub fn conflicts(&self, other: &Self) -> bool {
-        let shares_address = self.ip == other.ip || self.ip.is_empty() || other.ip.is_empty();
-        self.port == other.port && self.protocol == other.protocol && shares_address
+    /// True if one of `taken` is this port at an address that both have. It costs no more if there are many.
+    pub fn is_among(&self, taken: &BTreeSet<Self>) -> bool {
+        let at = |ip: &str| Self { ip: ip.to_owned(), ..self.clone() };
+        // The one for all addresses comes first.
+        let is_same = |first: &Self| (first.port, &first.protocol) == (self.port, &self.protocol);
+        let first = taken.range(at("")..).next().filter(|first| is_same(first));
+        first.is_some_and(|first| first.ip.is_empty() || self.ip.is_empty()) || taken.contains(self)
     }
 }
 
@@ -137,8 +144,8 @@ impl From<Amounts> for Requests {
     fn from(Amounts(mut amounts): Amounts) -> Self {
         let mut take = |name: &str| amounts.remove(name).unwrap_or_default();
         let (cpu, memory, ephemeral) = (take("cpu"), take("memory"), take("ephemeral-storage"));
-        amounts.retain(|_, amount| *amount > 0);
-        Self { cpu, memory, ephemeral, extended: amounts, ports: BTreeSet::new() }
+        let extended = amounts.into_iter().filter(|(_, amount)| *amount > 0).take(MOST_EACH).collect();
+        Self { cpu, memory, ephemeral, extended, ports: BTreeSet::new() }
     }
 }
 
@@ -185,6 +192,7 @@ fn of_containers(spec: &PodSpec, status: Option<&PodStatus>) -> Result<Amounts, 
     Ok(sum)
 }
 
+/// At most [`MOST_EACH`].
 fn host_ports(spec: &PodSpec) -> BTreeSet<HostPort> {
     let sidecars = spec.init_containers.iter().flatten().filter(|container| is_sidecar(container));
     let ports = spec.containers.iter().chain(sidecars).flat_map(|container| container.ports.iter().flatten());
@@ -195,7 +203,7 @@ fn host_ports(spec: &PodSpec) -> BTreeSet<HostPort> {
             ip: port.host_ip.clone().filter(|ip| ip != "0.0.0.0" && ip != "::").unwrap_or_default(),
         })
     });
-    ports.collect()
+    ports.take(MOST_EACH).collect()
 }
 
 #[cfg(test)]
@@ -306,7 +314,11 @@ mod tests {
             (port(80, "TCP", ""), port(80, "UDP", ""), false),
             (port(80, "TCP", ""), port(81, "TCP", ""), false),
         ] {
-            assert_eq!((one.conflicts(&other), other.conflicts(&one)), (expected, expected), "{one:?} {other:?}");
+            let among = |one: &HostPort, other: &HostPort| {
+                let others = [(0, ""), (9999, "")].map(|(port, ip)| HostPort { port, ip: ip.into(), ..other.clone() });
+                one.is_among(&others.into_iter().chain([other.clone()]).collect())
+            };
+            assert_eq!((among(&one, &other), among(&other, &one)), (expected, expected), "{one:?} {other:?}");
         }
     }
 

@@ -1,5 +1,7 @@
 //! What a pod may ask of a scheduler and the bridge can't honour. Such a pod is not bound, and its condition names the field.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::{
     api::core::v1::{PodAffinityTerm, PodSpec},
     apimachinery::pkg::apis::meta::v1::LabelSelector,
@@ -44,8 +46,8 @@ pub enum Unsupported {
     TopologySpread,
     /// Rules that are compared with each node in each decision.
     #[error(
-        "its nodeSelector, node affinity, tolerations, volumes and host ports have more than {MOST_RULES} entries together, which \
-         scheduler flux does not support"
+        "its nodeSelector, node affinity, tolerations, volumes, host ports and requests have more than {MOST_RULES} \
+         entries together, which scheduler flux does not support"
     )]
     Rules,
     /// A volume that is made where its pod goes.
@@ -121,7 +123,11 @@ fn entries(spec: &PodSpec) -> usize {
     let containers = spec.containers.iter().chain(spec.init_containers.iter().flatten());
     let ports = containers.flat_map(|container| container.ports.iter().flatten());
     let host_ports = ports.filter(|port| port.host_port.is_some()).count();
-    NodeRules::count(spec) + host_ports + spec.volumes.as_ref().map_or(0, Vec::len)
+    let asks =
+        spec.containers.iter().chain(spec.init_containers.iter().flatten()).map(|container| &container.resources);
+    let asks = asks.chain([&spec.resources]).flatten().filter_map(|asks| asks.requests.as_ref());
+    let volumes = spec.volumes.as_ref().map_or(0, Vec::len);
+    NodeRules::count(spec) + host_ports + volumes + asks.map(BTreeMap::len).sum::<usize>()
 }
 
 /// True if `selector` selects only objects that have one of `names` as the value of some label. Each controller has a label key of its own

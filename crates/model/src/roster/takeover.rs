@@ -14,7 +14,7 @@ use crate::{
     prefix,
     settings::settings,
 };
-use api::{Adopted, Closing, EpochSettings, IdSet, Rank, Roster, RosterEntry, Takeover};
+use api::{Adopted, Closing, EpochSettings, IdSet, LONGEST_KEPT, Rank, Roster, RosterEntry, Takeover};
 
 /// How long a request is valid, in seconds: by then the administrator's command has given up waiting, and the lead may
 /// be back.
@@ -65,6 +65,9 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, request: &Takeover)
 
 /// As [`refusal`].
 fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, request: &Takeover) -> Option<String> {
+    if request.new_instance_id.as_ref().is_some_and(|id| id.chars().count() as u64 > LONGEST_KEPT) {
+        return Some("the new instance ID is too long for the status: this program makes uuids".to_owned());
+    }
     let is_empty = request.new_instance_id.is_some();
     if !is_lead_fixed(roster) {
         return Some("the instance has not been online yet: it has no queue that could be lost".to_owned());

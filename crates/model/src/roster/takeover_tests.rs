@@ -268,3 +268,17 @@ fn each_refusal_is_one_sentence() {
         assert!(refused.as_deref().unwrap_or_default().contains(expected.unwrap_or_default()), "{what}: {refused:?}");
     }
 }
+
+/// The status takes no longer one, so that it could not be written any more.
+#[test]
+fn a_takeover_with_an_instance_id_that_no_status_takes_is_refused() {
+    for (length, is_refused) in [(253, false), (254, true)] {
+        let mut world = World::up(3);
+        lose_the_disk(&mut world);
+        world.settle();
+        let request = takeover_request(&world, Some(&"x".repeat(length)));
+        leave(&mut world, "node3", request);
+        world.settle();
+        assert_eq!(members(&world)[0] != "node3", is_refused, "{length}");
+    }
+}

@@ -18,10 +18,10 @@ const PACKAGES: &str = "packages";
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 64 << 10;
 
 /// Directories that every host has. No symlink may replace them, but one below them is fine.
-const HOST_DIRECTORIES: [&str; 8] = ["/home", "/mnt", "/opt", "/root", "/srv", "/tmp", "/usr", "/var"];
+const HOST_DIRECTORIES: [&str; 8] = ["/home", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/usr/local", "/var"];
 /// Directories from which the host's own programs read files. No symlink may be there or below: systemd, for example, would read a bundle
 /// linked at `/etc/systemd/system/NAME.service.d` as its own configuration.
-const READ_BY_HOST: [&str; 18] = [
+const READ_BY_HOST: [&str; 31] = [
     "/bin",
     "/boot",
     "/dev",
@@ -29,13 +29,26 @@ const READ_BY_HOST: [&str; 18] = [
     "/lib",
     "/lib32",
     "/lib64",
+    "/libx32",
     "/proc",
+    "/root",
     "/run",
     "/sbin",
     "/sys",
     "/usr/bin",
+    "/usr/etc",
     "/usr/lib",
+    "/usr/lib32",
     "/usr/lib64",
+    "/usr/libexec",
+    "/usr/libx32",
+    "/usr/local/bin",
+    "/usr/local/etc",
+    "/usr/local/lib",
+    "/usr/local/lib64",
+    "/usr/local/libexec",
+    "/usr/local/sbin",
+    "/usr/local/share",
     "/usr/sbin",
     "/usr/share",
     "/var/run",
@@ -175,6 +188,10 @@ mod tests {
             ("/run/systemd/system/flux-broker.service.d", false),
             ("/usr/lib/systemd/system/x.service.d", false),
             ("/lib/modules/x", false),
+            ("/usr/local/lib/systemd/system/x.service.d", false),
+            ("/usr/libexec/kubernetes/x", false),
+            ("/root/.ssh", false),
+            ("/usr/local", false),
             ("/opt", false),
             ("/opt/../etc/x", false),
             ("opt/flux", false),

@@ -364,11 +364,16 @@ impl<'a> Linker<'a> {
                 if let Some(above) = taken.get(directory).filter(|entry| !is_directory(entry)) {
                     return refuse(path, format!("would be below another one of its entries, {}", above.display()));
                 }
-                if root.join(directory).canonicalize().is_ok_and(|found| !found.starts_with(&root)) {
+                let above = root.join(directory);
+                // A symlink may lead nowhere until rattler makes this package's own directories.
+                let is_absent = above.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+                if !is_absent && !above.canonicalize().is_ok_and(|found| found.starts_with(&root)) {
                     let directory = directory.display();
                     return refuse(
                         path,
-                        format!("would be written through {directory}, another package's symlink to the host"),
+                        format!(
+                            "would be written through {directory}, another package's symlink out of the environment, or to nothing"
+                        ),
                     );
                 }
             }

@@ -1,7 +1,7 @@
 //! Provides what an epoch needs before it can begin: packages and a certificate. Also remembers where the published
 //! packages come from.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use tracing::info;
 
@@ -13,6 +13,7 @@ use cluster::{certificate, published};
 use locks::lock_urls;
 use model::{
     conditions::CERTIFICATE_IS_GONE,
+    eligibility::NodeView,
     observed::{Observed, is_certificate_in_use, is_certificate_of_another},
     obstacle::Obstacle,
     peers::is_on_every_host,
@@ -58,17 +59,25 @@ impl Sources {
     }
 }
 
-/// The platforms of these nodes for which there are packages: a node of any other gets none, and keeps none from the others.
-fn platforms<'a>(reports: impl Iterator<Item = &'a FluxNodeStatus>) -> Vec<String> {
-    let reported = reports.filter_map(|report| Some(report.facts.as_ref()?.platform.as_str()));
-    let known: BTreeSet<_> = reported.filter(|platform| PLATFORMS.contains(platform)).collect();
-    known.into_iter().map(str::to_owned).collect()
+/// The platforms of these nodes for which there are packages. A node of any other gets none, and keeps none from the others; nor does one
+/// that reports another platform than kubelet reports the architecture of.
+fn platforms(nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<String> {
+    let reported = nodes.iter().filter_map(|node| {
+        let platform = reports.get(&node.name)?.facts.as_ref()?.platform.as_str();
+        let is_possible = match node.architecture.as_str() {
+            "amd64" => platform == "linux-64",
+            "arm64" => platform == "linux-aarch64",
+            architecture => architecture.is_empty() && PLATFORMS.contains(&platform),
+        };
+        is_possible.then_some(platform)
+    });
+    reported.collect::<BTreeSet<_>>().into_iter().map(str::to_owned).collect()
 }
 
 impl Planner {
     /// Returns the digest of the published package set, and why it is not the one that the spec asks for, if so.
     pub(crate) async fn packages(&mut self, seen: &Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
-        let platforms = platforms(seen.reports.values());
+        let platforms = platforms(seen.nodes, seen.reports);
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         let is_own = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
         let may_keep = is_own || seen.status.instance_id.is_some();
@@ -136,16 +145,39 @@ fn unresolved(error: &ResolveError) -> Obstacle {
 
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::core::v1::Node;
     use serde_json::json;
 
     use super::*;
 
     #[test]
     fn packages_are_resolved_only_for_platforms_that_there_are() {
-        let reports = ["linux-aarch64", "bogus", "linux-64", "linux-64", ""].map(|platform| {
-            let facts = json!({"platform": platform, "glibc": "2.36", "resources": {"cores": 1}, "systemd": true, "prefix": "/p", "memoryMiB": 1, "bootID": ""});
-            serde_json::from_value(json!({"facts": facts})).unwrap()
-        });
-        assert_eq!(platforms(reports.iter()), ["linux-64", "linux-aarch64"]);
+        let found = |nodes: &[(&str, &str)]| {
+            let named = |number: usize| format!("n{number}");
+            let report = |(number, (_, platform)): (usize, &(&str, &str))| {
+                let facts = json!({"platform": platform, "glibc": "2.36", "resources": {"cores": 1}, "systemd": true, "prefix": "/p", "memoryMiB": 1, "bootID": ""});
+                (named(number), serde_json::from_value(json!({"facts": facts})).unwrap())
+            };
+            let view = |(number, (architecture, _)): (usize, &(&str, &str))| {
+                let info = json!({"architecture": architecture, "bootID": "", "containerRuntimeVersion": "", "kernelVersion": "", "kubeProxyVersion": "",
+                    "kubeletVersion": "", "machineID": "", "operatingSystem": "linux", "osImage": "", "systemUUID": ""});
+                let node: Node =
+                    serde_json::from_value(json!({"metadata": {"name": named(number)}, "status": {"nodeInfo": info}}))
+                        .unwrap();
+                NodeView::from(&node)
+            };
+            let views: Vec<_> = nodes.iter().enumerate().map(view).collect();
+            platforms(&views, &nodes.iter().enumerate().map(report).collect())
+        };
+        assert_eq!(
+            found(&[("arm64", "linux-aarch64"), ("s390x", "bogus"), ("amd64", "linux-64"), ("amd64", "")]),
+            ["linux-64", "linux-aarch64"]
+        );
+        assert_eq!(
+            found(&[("amd64", "linux-64"), ("amd64", "linux-aarch64"), ("s390x", "linux-64")]),
+            ["linux-64"],
+            "a node can't be what it reports"
+        );
+        assert_eq!(found(&[("", "linux-aarch64")]), ["linux-aarch64"]);
     }
 }

@@ -100,7 +100,8 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
     };
     let (Some(jobs), Some(pods)) = (&world.jobs, &world.pods) else { return Decision::loading() };
     let (bound, listed) = (being_bound(world, pods), listed(jobs));
-    let mut round = Round::new((world, broker, jobs, pods), &bound, &listed, now);
+    let queued = std::mem::take(&mut memory.queued);
+    let mut round = Round::new((world, broker, jobs, pods), &bound, &listed, queued, now);
     memory.told.retain(|uid, _| pods.by_uid.contains_key(uid));
     let report = match broker.is_recovered {
         false => {
@@ -109,6 +110,7 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
         }
         true => serve(&mut round, memory),
     };
+    memory.queued = round.queued;
     round.actions.retain(|action| may_begin(world, action));
     Decision { actions: round.actions, report, wake: round.wake }
 }
@@ -141,6 +143,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     let known: BTreeSet<&GangId> = gangs.iter().map(|gang| &gang.id).collect();
     memory.avoided.retain(|gang, _| known.contains(gang));
     memory.incomplete.retain(|gang, _| known.contains(gang));
+    round.queued.retain(|gang, _| known.contains(gang));
     let left: Vec<_> = round.gangs_with_jobs().into_iter().filter(|gang| !known.contains(gang)).collect();
     for gang in left {
         if round.is_busy(gang) {

@@ -71,16 +71,11 @@ pub(super) fn is_large_enough((_, bridged): (&Job, &BridgedJob), pod: &PodView) 
 
 fn record(round: &Round, gang: &Gang, pods: &[&PodView], threads: u32, pinned: Option<Rank>) -> JobRecord {
     let member_pod = |pod: &&PodView| MemberPod { name: pod.name.clone(), uid: pod.uid.clone(), index: pod.index };
-    // A pin is for pods that have been through the queue.
-    let jobs = if pinned.is_some() { Vec::new() } else { round.jobs_of(&gang.id) };
-    let records = jobs.iter().filter(|(job, _)| job.is_active()).map(|(_, bridged)| &bridged.record);
-    let of_these = records.filter(|record| pods.iter().any(|pod| record.lists(&pod.uid)));
-    let queued = of_these.map(|record| record.queued).min();
     JobRecord {
         gang: gang.id.clone(),
         members: pods.iter().map(member_pod).collect(),
         threads,
-        queued: queued.unwrap_or(round.now).max(gang.since()),
+        queued: round.queued_since(gang),
         pinned,
     }
 }

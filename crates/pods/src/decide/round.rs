@@ -35,6 +35,8 @@ pub(super) struct Round<'a> {
     /// The ranks of all targets.
     pub members: BTreeSet<Rank>,
     by_gang: BTreeMap<&'a GangId, Vec<(&'a Job, &'a BridgedJob)>>,
+    /// See [`super::Memory::queued`].
+    pub queued: BTreeMap<GangId, Millis>,
     busy: BTreeSet<&'a GangId>,
     pub actions: Vec<Action>,
     /// How many of the actions are messages.
@@ -97,6 +99,7 @@ impl<'a> Round<'a> {
         (world, broker, jobs, pods): (&'a World, &'a Broker, &'a Jobs, &'a Pods),
         bound: &'a [PodView],
         listed: &'a BTreeMap<&'a str, &'a GangId>,
+        mut queued: BTreeMap<GangId, Millis>,
         now: Millis,
     ) -> Self {
         let overlaid: BTreeMap<&str, &PodView> = bound.iter().map(|pod| (pod.uid.as_str(), pod)).collect();
@@ -111,7 +114,12 @@ impl<'a> Round<'a> {
         };
         let mut by_gang: BTreeMap<_, Vec<_>> = BTreeMap::new();
         for (job, bridged) in jobs.bridged() {
-            by_gang.entry(&bridged.record.gang).or_default().push((job, bridged));
+            let record = &bridged.record;
+            by_gang.entry(&record.gang).or_default().push((job, bridged));
+            match queued.get_mut(&record.gang) {
+                Some(first) => *first = record.queued.min(*first),
+                None => drop(queued.insert(record.gang.clone(), record.queued)),
+            }
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
         let ours = shown.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));
@@ -127,6 +135,7 @@ impl<'a> Round<'a> {
             ranks,
             members: world.targets.keys().copied().collect(),
             by_gang,
+            queued,
             busy: world.under_way.iter().filter_map(Action::occupies).collect(),
             actions: Vec::new(),
             messages: 0,
@@ -142,6 +151,12 @@ impl<'a> Round<'a> {
     /// The jobs of a gang, those that ended a short while ago among them.
     pub fn jobs_of(&self, gang: &GangId) -> Vec<(&'a Job, &'a BridgedJob)> {
         self.by_gang.get(gang).cloned().unwrap_or_default()
+    }
+
+    /// Since when `gang` has been in the queue, or now: not before its last pod was created, and not in the future, in case the clock was
+    /// wrong then.
+    pub fn queued_since(&self, gang: &Gang) -> Millis {
+        self.queued.get(&gang.id).map_or(self.now, |first| self.now.min(*first)).max(gang.since())
     }
 
     /// All gangs that have a job.

@@ -101,6 +101,13 @@ fn a_gang_begins_again_though_a_pod_of_it_can_never_end_on_its_dead_node() {
     bed.create((0..2).map(|index| again("train", index, 1)));
     bed.settle();
     assert_eq!(bed.bound(), ["train-0-1@node2", "train-1@node1", "train-1-1@node3"]);
+    // Somebody wants the cores of the old job.
+    assert_eq!(bed.shown_jobs(), ["default/train 2x1 @0-1", "default/train 2x1 @2-3"]);
+    bed.pass(10 * SECOND);
+    bed.cancel(JobId(1), "");
+    bed.pass(10 * SECOND);
+    assert_eq!(bed.shown_jobs(), ["default/train 2x1 @2-3", "default/train 1x1 @1"]);
+    assert_eq!(suspended(&bed), None, "the gang runs on");
 }
 
 #[test]

@@ -261,6 +261,26 @@ fn a_gang_that_could_not_be_submitted_sooner_is_behind_those_that_waited() {
 }
 
 #[test]
+fn a_gang_that_no_node_could_take_for_a_while_keeps_its_place() {
+    let mut bed = Bed::new(&[2, 2]);
+    bed.submit_host_job(2, 2);
+    bed.settle();
+    bed.seen.targets.get_mut(&0).unwrap().labels.insert("gpu".into(), "yes".into());
+    let mut old = pod("old", 1);
+    plan(&mut old).rules.selector.insert("gpu".into(), "yes".into());
+    bed.create([old]);
+    bed.pass(60 * SECOND);
+    bed.create([pod("young", 1)]);
+    bed.pass(60 * SECOND);
+    bed.seen.targets.get_mut(&0).unwrap().labels.clear();
+    bed.pass(600 * SECOND);
+    assert_eq!(bed.shown_jobs(), ["default/young 1x1 waits"]);
+    bed.seen.targets.get_mut(&0).unwrap().labels.insert("gpu".into(), "yes".into());
+    bed.pass(20 * SECOND);
+    assert_eq!(bed.shown_jobs(), ["default/old 1x1 waits", "default/young 1x1 waits"]);
+}
+
+#[test]
 fn gangs_that_flux_has_forgotten_are_queued_by_age() {
     let mut bed = Bed::new(&[2]);
     bed.submit_host_job(1, 2);
