@@ -8,9 +8,10 @@ use broker::job_id::JobId;
 use super::{
     hold::Holdings,
     memory::Memory,
+    queued::Queued,
     request::{is_large_enough, request},
     round::Round,
-    start::{Progress, Queued, ask, avoided, bind},
+    start::{Progress, ask, avoided, bind},
     words::Words,
 };
 use crate::{

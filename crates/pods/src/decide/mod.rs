@@ -8,6 +8,7 @@ mod order;
 mod patience;
 mod pause;
 mod pins;
+mod queued;
 mod recovery;
 mod request;
 mod round;
@@ -23,8 +24,9 @@ use broker::job_id::JobId;
 use self::{
     hold::Holdings,
     memory::RecoveryMemory,
+    queued::Queued,
     round::{Round, being_bound, listed},
-    start::{Progress, Queued},
+    start::Progress,
     words::Words,
 };
 pub use self::{memory::Memory, recovery::Recovery, words::AUTOSCALE_AFTER};

@@ -2,40 +2,9 @@
 //! others.
 
 use super::{
+    queued::{QueuePlace, Queued, may_change_at},
     round::Round,
-    start::{Queued, may_change_at},
 };
-use crate::{
-    gangs::Gang,
-    record::JobRecord,
-    time::{Millis, SECOND},
-};
-
-/// How much later a gang must have come than one that was submitted after it. Creation times are whole seconds, and pods are seen
-/// a moment after they were created.
-const LATER_BY: Millis = 2 * SECOND;
-
-/// A gang's place among those of its urgency.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct QueuePlace {
-    /// [`JobRecord::queued`]: not the age of the gang, because one that could not be submitted for hours must not go before those that
-    /// have waited meanwhile.
-    queued: Millis,
-    /// When its last pod was created. Decides if `queued` is equal, as it is for all gangs after Flux has lost its queue.
-    created: Millis,
-}
-
-impl QueuePlace {
-    /// The place of a job of `gang` with this record.
-    pub fn of(gang: &Gang, record: &JobRecord) -> Self {
-        Self { queued: record.queued, created: gang.since() }
-    }
-
-    fn is_behind(self, other: Self) -> bool {
-        let is_later = |this: Millis, that: Millis| this > that.saturating_add(LATER_BY);
-        is_later(self.queued, other.queued) || (self.queued == other.queued && is_later(self.created, other.created))
-    }
-}
 
 /// Submits again the jobs of gangs that came later than one behind them.
 pub(super) fn keep_order(round: &mut Round, mut queue: Vec<Queued>) {

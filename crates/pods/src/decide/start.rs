@@ -8,8 +8,8 @@ use broker::job_id::JobId;
 use super::{
     hold::{Held, Holdings},
     memory::Memory,
-    order::QueuePlace,
     pause::reason_to_pause,
+    queued::{QueuePlace, Queued, may_change_at},
     request::{is_as_wanted, is_large_enough, request},
     round::Round,
     words::Words,
@@ -19,22 +19,13 @@ use crate::{
     allocation::Slot,
     check::{check, check_pod},
     gangs::Gang,
-    jobs::{Job, JobState},
+    jobs::JobState,
     jobspec::JobRequest,
     place::NoPlace,
     pod::PodView,
     record::PodRecord,
     requests::cores,
-    time::{Millis, SECOND},
 };
-
-/// How long a job stays as it was submitted, though it may run on other ranks by now.
-const RESUBMIT_AFTER: Millis = 5 * SECOND;
-
-/// When `job` may be replaced, though its gang may run on other ranks, or on none, before that.
-pub(super) fn may_change_at(job: &Job) -> Millis {
-    job.submitted.saturating_add(RESUBMIT_AFTER)
-}
 
 /// What became of pods that wait.
 #[derive(Default)]
@@ -43,14 +34,6 @@ pub(super) struct Progress {
     pub needed: BTreeSet<JobId>,
     /// What to tell them.
     pub words: Option<Words>,
-}
-
-/// A job that waits for resources, and what its gang would ask for today.
-pub(super) struct Queued<'a> {
-    pub job: &'a Job,
-    pub request: JobRequest,
-    /// See [`QueuePlace`].
-    pub place: QueuePlace,
 }
 
 /// Submits a gang that is complete, or binds all its pods to what it was given.

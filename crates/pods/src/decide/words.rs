@@ -160,7 +160,7 @@ fn tell(round: &mut Round, memory: &mut Memory, pod: &PodView, words: &Words) {
         return;
     }
     round.messages += 1;
-    // This condition replaces the one before. If that becomes true again, it must be told again.
+    // This condition replaces the one before. If that becomes true again, the bridge must tell it again.
     if is_condition {
         told.clear();
     }

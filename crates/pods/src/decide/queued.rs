@@ -1,0 +1,51 @@
+//! Jobs that wait for resources, and their places among each other.
+
+use crate::{
+    gangs::Gang,
+    jobs::Job,
+    jobspec::JobRequest,
+    record::JobRecord,
+    time::{Millis, SECOND},
+};
+
+/// How long a job stays as it was submitted, though it may run on other ranks by now.
+const RESUBMIT_AFTER: Millis = 5 * SECOND;
+/// How much later a gang must have come than one that was submitted after it. Creation times are whole seconds, and pods are seen
+/// a moment after they were created.
+const LATER_BY: Millis = 2 * SECOND;
+
+/// A gang's place among those of its urgency.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct QueuePlace {
+    /// [`JobRecord::queued`]: not the age of the gang, because one that could not be submitted for hours must not go before those that
+    /// have waited meanwhile.
+    queued: Millis,
+    /// When its last pod was created. Decides if `queued` is equal, as it is for all gangs after Flux has lost its queue.
+    created: Millis,
+}
+
+impl QueuePlace {
+    /// The place of a job of `gang` with this record.
+    pub fn of(gang: &Gang, record: &JobRecord) -> Self {
+        Self { queued: record.queued, created: gang.since() }
+    }
+
+    /// True if a job in this place must be behind one in the `other`.
+    pub fn is_behind(self, other: Self) -> bool {
+        let is_later = |this: Millis, that: Millis| this > that.saturating_add(LATER_BY);
+        is_later(self.queued, other.queued) || (self.queued == other.queued && is_later(self.created, other.created))
+    }
+}
+
+/// A job that waits for resources, and what its gang would ask for today.
+pub(super) struct Queued<'a> {
+    pub job: &'a Job,
+    pub request: JobRequest,
+    /// See [`QueuePlace`].
+    pub place: QueuePlace,
+}
+
+/// When `job` may be replaced, though its gang may run on other ranks, or on none, before that.
+pub(super) fn may_change_at(job: &Job) -> Millis {
+    job.submitted.saturating_add(RESUBMIT_AFTER)
+}
