@@ -135,7 +135,8 @@ class PodCluster(Cluster):
 
     @staticmethod
     def create(*made):
-        kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": made}))
+        if made:
+            kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": made}))
 
     def apply(self, *what):
         self.create(self.made(*what))

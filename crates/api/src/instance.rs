@@ -15,7 +15,7 @@ const SIZE_FITS: &str = "!has(self.size) || type(self.size) != int || !has(self.
 /// In CEL. The API server prunes unknown fields before, so a plain map of labels is empty by then.
 const SELECTS: &str = "has(self.matchLabels) || has(self.matchExpressions)";
 /// We have never tested more ranks than that.
-pub(crate) const MOST_RANKS: u32 = 16384;
+pub const MOST_RANKS: u32 = 16384;
 /// More slots than that in one job were never tried.
 const MOST_PODS: u32 = 16384;
 

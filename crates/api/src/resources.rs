@@ -50,6 +50,11 @@ impl From<Resources> for Declared {
 }
 
 impl Declared {
+    /// How many ids of cores and GPUs it stands for, those that are left out counted again: what it costs in memory.
+    pub fn ids(&self) -> u64 {
+        u64::from(self.cores) + u64::from(self.gpus) + self.left_out.len() as u64
+    }
+
     /// The cores that are declared, never none: flux-core takes no node without.
     pub fn core_ids(&self) -> IdSet {
         let ids: IdSet = (0..self.cores).filter(|id| !self.left_out.contains(*id)).collect();

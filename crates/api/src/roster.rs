@@ -82,7 +82,32 @@ impl Roster {
         if format > ROSTER_FORMAT {
             return Err(RosterError::Newer(format));
         }
-        Ok(serde_json::from_str(text)?)
+        let roster: Self = serde_json::from_str(text)?;
+        match roster.declared_ids() > MOST_DECLARED {
+            true => Err(RosterError::TooLarge),
+            false => Ok(roster),
+        }
+    }
+
+    /// The resources that a rank without facts declares: those of `spec.spares.shape`, else the commonest resources among
+    /// the members (the larger of two equally common ones, so that every planner gets the same result), else one core.
+    pub fn spare_shape(&self) -> Declared {
+        if let Some(shape) = self.settings.spare_shape {
+            return shape.into();
+        }
+        let mut counts: BTreeMap<Declared, usize> = BTreeMap::new();
+        for declared in self.ranks.values().filter_map(|entry| entry.resources.clone()) {
+            *counts.entry(Declared { excluded: false, ..declared }).or_default() += 1;
+        }
+        let commonest = counts.into_iter().max_by_key(|(declared, count)| (*count, declared.clone()));
+        commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
+    }
+
+    /// How many ids of cores and GPUs all ranks declare, spares among them: what broker.toml costs in memory.
+    pub fn declared_ids(&self) -> u64 {
+        let known: Vec<u64> = self.ranks.values().filter_map(|entry| Some(entry.resources.as_ref()?.ids())).collect();
+        let spares = u64::from(self.settings.max_size).saturating_sub(known.len() as u64);
+        known.iter().sum::<u64>() + spares * self.spare_shape().ids()
     }
 
     /// Flux knows each member by its node's name, whatever its broker is called (see `model::names`). In an epoch that an older
@@ -118,6 +143,9 @@ pub enum RosterError {
     /// It is not a roster.
     #[error("can't be read")]
     Malformed(#[from] serde_json::Error),
+    /// See [`MOST_DECLARED`].
+    #[error("its ranks, spares among them, declare more than {MOST_DECLARED} ids of cores and GPUs")]
+    TooLarge,
 }
 
 /// What Flux reads only at start. A difference to what the spec now asks for never restarts a broker: it is
@@ -272,8 +300,7 @@ impl RosterEntry {
 
     /// How many ids of cores and GPUs it holds, those that are left out counted again: what it costs in memory.
     pub fn declared_ids(&self) -> u64 {
-        let ids = |found: &Declared| u64::from(found.cores) + u64::from(found.gpus) + found.left_out.len() as u64;
-        self.resources.as_ref().map_or(0, ids)
+        self.resources.as_ref().map_or(0, Declared::ids)
     }
 
     /// Removes the member and what belongs to it; what the rank declares stays.

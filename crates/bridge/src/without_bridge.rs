@@ -63,7 +63,7 @@ impl<'a> Occupancy<'a> {
     }
 
     async fn look(&mut self, allocated: &ResourceSet) -> Result<Look, RpcError> {
-        if allocated.by_rank().is_empty() {
+        if allocated.is_empty() {
             return Ok(Look::default());
         }
         match listed_jobs(self.client, JobStates::Running).await {

@@ -4,12 +4,15 @@
 //! is in state RUN as soon as it has its resources. It ends with [`finish`]; nothing else may start it, because a
 //! started one fails if the lead's broker is killed, and ends when its time is over.
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
-use api::IdSet;
+use api::{IdSet, MOST_DECLARED};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use futures::{Stream, StreamExt, future::ready, join, stream};
-use serde::Deserialize;
+use serde::{
+    Deserialize, Deserializer,
+    de::{Error as _, SeqAccess, Visitor},
+};
 use serde_json::{Value, json};
 
 use super::{
@@ -153,6 +156,7 @@ pub struct ListedJob {
 pub async fn listed_jobs(client: &Client, states: JobStates) -> Result<Vec<ListedJob>, RpcError> {
     #[derive(Deserialize)]
     struct Listed {
+        #[serde(deserialize_with = "bounded")]
         jobs: Vec<ListedJob>,
     }
     let topic = "job-list.list";
@@ -163,6 +167,29 @@ pub async fn listed_jobs(client: &Client, states: JobStates) -> Result<Vec<Liste
     let attributes = ["name", "userid", "ranks"];
     let query = json!({ "max_entries": 0, "attrs": attributes, "constraint": { "states": [state] } });
     Ok(parse::<Listed>(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?.jobs)
+}
+
+/// Reads jobs one by one, and fails once they have more ranks than jobs can have that each have a core.
+fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ListedJob>, D::Error> {
+    struct Jobs;
+    impl<'de> Visitor<'de> for Jobs {
+        type Value = Vec<ListedJob>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("jobs")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
+            let (mut jobs, mut left) = (Vec::new(), MOST_DECLARED);
+            while let Some(job) = items.next_element::<ListedJob>()? {
+                let ranks = job.ranks.len() as u64;
+                left = left.checked_sub(ranks).ok_or_else(|| A::Error::custom("the jobs have too many ranks"))?;
+                jobs.push(job);
+            }
+            Ok(jobs)
+        }
+    }
+    deserializer.deserialize_seq(Jobs)
 }
 
 /// Asks the job manager about each job: all its events until now, its jobspec, and R if it has resources. The answers are newer than the
@@ -202,6 +229,15 @@ async fn events_of(client: &Client, id: JobId) -> Result<Option<JobEvents>, RpcE
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_list_of_jobs_with_more_ranks_than_there_can_be_is_not_read() {
+        let read = |count: usize| {
+            let job = json!({"id": 1, "userid": 0, "ranks": "0-65535"});
+            bounded(Value::Array(vec![job; count])).is_ok()
+        };
+        assert_eq!((read(256), read(257)), (true, false));
+    }
 
     #[test]
     fn a_jobspec_is_wrapped_as_flux_does_it_for_an_owner() {

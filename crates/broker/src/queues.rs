@@ -26,6 +26,8 @@ const MOST_QUEUES: usize = 1000;
 const OURS: &str = "flux-distribute";
 /// Characters of a reason that are shown.
 const LONGEST_REASON: usize = 200;
+/// Longest reason that is kept, in characters: there may be many queues.
+const LONGEST_KEPT: usize = 4096;
 /// Where the job manager keeps the state of its queues (job-manager restart.c).
 const CHECKPOINT: &str = "checkpoint.job-manager";
 const CHECKPOINT_VERSION: u32 = 1;
@@ -142,7 +144,9 @@ pub async fn queue(client: &Client, name: Option<&str>) -> Result<Queue, RpcErro
     let topic = "job-manager.queue-status";
     let which = name.map_or_else(|| json!({}), |name| json!({ "name": name }));
     let queue: Queue = parse(topic, ask(client, topic, which).await?)?;
-    Ok(Queue { name: name.map(str::to_owned), ..queue })
+    let kept = |reason: Option<String>| reason.map(|reason| reason.chars().take(LONGEST_KEPT).collect());
+    let (stop_reason, disable_reason) = (kept(queue.stop_reason), kept(queue.disable_reason));
+    Ok(Queue { name: name.map(str::to_owned), stop_reason, disable_reason, ..queue })
 }
 
 /// True if no scheduler is online. A job that ends then may keep its cores for ever (see [`super::reload`]). The job

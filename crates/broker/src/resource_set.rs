@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use api::IdSet;
+use api::{IdSet, MOST_DECLARED, NotAnIdSet};
 use model::hostlist;
 
 /// An amount of resources, and the ranks that have them.
@@ -20,30 +20,83 @@ pub struct Amount {
 
 /// The parts of R (RFC 20) that we use.
 #[derive(Deserialize, Clone, Debug, Default, PartialEq)]
+#[serde(try_from = "Written")]
 pub struct ResourceSet {
-    execution: Execution,
-}
-
-#[derive(Deserialize, Clone, Debug, Default, PartialEq)]
-struct Execution {
-    #[serde(rename = "R_lite", default)]
     entries: Vec<Entry>,
-    #[serde(default)]
     nodelist: Vec<String>,
 }
 
-#[derive(Deserialize, Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 struct Entry {
     rank: IdSet,
     children: BTreeMap<String, IdSet>,
 }
 
+/// R as it is written. A few bytes of it can stand for millions of ids.
+#[derive(Deserialize)]
+struct Written {
+    execution: WrittenExecution,
+}
+
+#[derive(Deserialize)]
+struct WrittenExecution {
+    #[serde(rename = "R_lite", default)]
+    entries: Vec<WrittenEntry>,
+    #[serde(default)]
+    nodelist: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct WrittenEntry {
+    rank: String,
+    children: BTreeMap<String, String>,
+}
+
+/// Why R is not read.
+#[derive(Debug, thiserror::Error)]
+enum UnreadableSet {
+    /// A rank or a resource.
+    #[error(transparent)]
+    NotAnIdSet(#[from] NotAnIdSet),
+    /// Whoever can answer in the place of a broker could otherwise take all memory.
+    #[error("it has more than {MOST_DECLARED} ids of cores and other resources on all ranks together")]
+    TooMany,
+}
+
+impl TryFrom<Written> for ResourceSet {
+    type Error = UnreadableSet;
+
+    fn try_from(Written { execution }: Written) -> Result<Self, UnreadableSet> {
+        let mut left = MOST_DECLARED;
+        let mut entry = |written: WrittenEntry| {
+            let rank: IdSet = written.rank.parse()?;
+            let mut children = BTreeMap::new();
+            // What it costs when it is expanded, which is no less than it costs as it is.
+            let each = rank.len().max(1) as u64;
+            left = left.checked_sub(each).ok_or(UnreadableSet::TooMany)?;
+            for (kind, ids) in written.children {
+                let ids: IdSet = ids.parse()?;
+                left = left.checked_sub(each * ids.len() as u64).ok_or(UnreadableSet::TooMany)?;
+                children.insert(kind, ids);
+            }
+            Ok(Entry { rank, children })
+        };
+        let entries = execution.entries.into_iter().map(&mut entry).collect::<Result<_, UnreadableSet>>()?;
+        Ok(Self { entries, nodelist: execution.nodelist })
+    }
+}
+
 impl ResourceSet {
+    /// True if it is of no rank.
+    pub fn is_empty(&self) -> bool {
+        self.entries.iter().all(|entry| entry.rank.is_empty())
+    }
+
     /// The ids on each rank, by kind (`core`, `gpu`). Entries may be in any order, and one may stand for several ranks.
     /// A nodelist need not be in the order of the entries, so the roster gives the names of the ranks.
     pub fn by_rank(&self) -> BTreeMap<u32, BTreeMap<String, IdSet>> {
         let mut by_rank = BTreeMap::<u32, BTreeMap<String, IdSet>>::new();
-        for Entry { rank, children } in &self.execution.entries {
+        for Entry { rank, children } in &self.entries {
             for rank in &rank.0 {
                 let kinds = by_rank.entry(*rank).or_default();
                 for (kind, ids) in children {
@@ -56,14 +109,14 @@ impl ResourceSet {
 
     /// The names of its ranks. A nodelist is in rank order (RFC 20).
     pub(super) fn names(&self) -> BTreeMap<u32, String> {
-        let names = self.execution.nodelist.iter().flat_map(|names| hostlist::decode(names));
+        let names = self.nodelist.iter().flat_map(|names| hostlist::decode(names));
         self.amount().ranks.0.into_iter().zip(names).collect()
     }
 
     /// Number of cores by rank.
     pub(super) fn cores(&self) -> BTreeMap<u32, usize> {
         let mut cores = BTreeMap::new();
-        for Entry { rank, children } in &self.execution.entries {
+        for Entry { rank, children } in &self.entries {
             let each = children.get("core").map_or(0, IdSet::len);
             rank.0.iter().for_each(|rank| *cores.entry(*rank).or_default() += each);
         }
@@ -76,7 +129,7 @@ impl ResourceSet {
 
     pub(super) fn amount_on(&self, is_meant: impl Fn(u32) -> bool) -> Amount {
         let mut amount = Amount::default();
-        for Entry { rank, children } in &self.execution.entries {
+        for Entry { rank, children } in &self.entries {
             let ranks = rank.0.iter().copied().filter(|rank| is_meant(*rank)).collect::<IdSet>();
             let count = |kind| ranks.len() * children.get(kind).map_or(0, IdSet::len);
             amount.cores += count("core");
@@ -92,6 +145,18 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_few_bytes_that_stand_for_billions_of_ids_are_not_read() {
+        let read = |entries: Vec<serde_json::Value>| {
+            serde_json::from_value::<ResourceSet>(json!({"execution": {"R_lite": entries}})).is_ok()
+        };
+        let entry = |ranks: &str, cores: &str| json!({"rank": ranks, "children": {"core": cores}});
+        assert!(read(vec![entry("0-16383", "0-1022")]));
+        assert!(!read(vec![entry("0-65535", "0-65535")]));
+        assert!(!read(vec![entry("0", "0-65535"); 300]));
+        assert!(!read(vec![entry("", "0-65535"); 300]));
+    }
 
     #[test]
     fn folded_and_unsorted_entries_are_expanded_to_the_ids_on_each_rank() {

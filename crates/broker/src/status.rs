@@ -13,7 +13,7 @@ use super::{
     resource_set::{Amount, ResourceSet},
     rfc3::{Client, RpcError},
 };
-use api::IdSet;
+use api::{IdSet, MOST_RANKS};
 use model::hostlist;
 
 /// Limit for requests to the lead: if the lead is gone, nothing answers.
@@ -258,10 +258,14 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
     let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
     // Allocations are queried after drained ranks, so that a job that starts in between is not missed.
-    let scheduler = scheduled(client).await?;
     let resources: Resources = parse("resource.status", resources)?;
+    let scheduler = scheduled(client).await?;
+    // Each rank is in one of them.
+    let mut left = MOST_RANKS as usize;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
-        Some(Drained { ranks: ranks.parse().ok()?, reason: why.reason.unwrap_or_default(), since: why.timestamp })
+        let ranks: IdSet = ranks.parse().ok()?;
+        left = left.checked_sub(ranks.len())?;
+        Some(Drained { ranks, reason: why.reason.unwrap_or_default(), since: why.timestamp })
     });
     let free = scheduler.free();
     let (declared, allocated_resources) = (scheduler.all.unwrap_or_default(), scheduler.allocated.unwrap_or_default());

@@ -16,6 +16,10 @@ pub const SOFT_LIMIT: u64 = 1;
 /// # Errors
 /// If the kernel can't read or set the limit.
 pub fn forbid() -> io::Result<()> {
-    let (_, hard) = getrlimit(Resource::RLIMIT_CORE)?;
+    let (_, mut hard) = getrlimit(Resource::RLIMIT_CORE)?;
+    // A container runtime may forbid files, which a program that collects cores does not need.
+    if hard < SOFT_LIMIT && setrlimit(Resource::RLIMIT_CORE, SOFT_LIMIT, SOFT_LIMIT).is_ok() {
+        hard = SOFT_LIMIT;
+    }
     Ok(setrlimit(Resource::RLIMIT_CORE, SOFT_LIMIT.min(hard), hard)?)
 }

@@ -3,21 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::hostlist;
-use api::{Declared, IdSet, Member, Roster, RosterEntry};
-
-/// The resources that a rank without facts declares: those of `spec.spares.shape`, else the commonest resources among
-/// the members (the larger of two equally common ones, so that every planner gets the same result), else one core.
-fn spare_shape(roster: &Roster) -> Declared {
-    if let Some(shape) = roster.settings.spare_shape {
-        return shape.into();
-    }
-    let mut counts: BTreeMap<Declared, usize> = BTreeMap::new();
-    for declared in roster.ranks.values().filter_map(|entry| entry.resources.clone()) {
-        *counts.entry(Declared { excluded: false, ..declared }).or_default() += 1;
-    }
-    let commonest = counts.into_iter().max_by_key(|(declared, count)| (*count, declared.clone()));
-    commonest.map_or(Declared { cores: 1, ..Declared::default() }, |(declared, _)| declared)
-}
+use api::{IdSet, Member, Roster, RosterEntry};
 
 /// True if the rank gets its Node's name as a property, so that jobs can require the node by name. An epoch that
 /// declares real node names doesn't need that, and each property adds a line to `flux resource list`; but a property
@@ -53,7 +39,7 @@ impl Kind {
 
 /// The kind of each rank, in rank order.
 fn kinds(roster: &Roster) -> impl Iterator<Item = Kind> {
-    let shape = spare_shape(roster);
+    let shape = roster.spare_shape();
     (0..roster.settings.max_size).map(move |rank| {
         let entry = roster.ranks.get(&rank);
         let declared = entry.and_then(|entry| entry.resources.as_ref()).unwrap_or(&shape);
@@ -91,19 +77,4 @@ pub(super) fn resource_config_in_rank_order(roster: &Roster, names: &[String]) -
         }
     }
     runs.into_iter().map(|(kind, hosts)| kind.entry(&hosts)).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fixture::roster;
-    use api::Resources;
-
-    #[test]
-    fn a_spare_has_the_commonest_shape_unless_the_spec_names_one() {
-        let mut roster = roster(8, &[("a", 2), ("b", 4), ("c", 4), ("d", 2), ("e", 8)]);
-        assert_eq!(spare_shape(&roster).cores, 4);
-        roster.settings.spare_shape = Some(Resources { cores: 16, gpus: 1 });
-        assert_eq!(spare_shape(&roster).cores, 16);
-    }
 }

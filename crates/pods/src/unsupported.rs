@@ -19,7 +19,7 @@ use model::matching;
 const MOST_ANNOTATION_BYTES: usize = (256 << 10) - LONGEST_RECORD - ANNOTATION_JOB.len();
 
 /// Most [`entries`] of a pod.
-const MOST_RULES: usize = 500;
+const MOST_ENTRIES: usize = 500;
 
 const HOSTNAME: &str = "kubernetes.io/hostname";
 
@@ -44,12 +44,12 @@ pub enum Unsupported {
     /// A spreading that must hold.
     #[error("spec.topologySpreadConstraints with whenUnsatisfiable: DoNotSchedule is not supported by scheduler flux")]
     TopologySpread,
-    /// Rules that are compared with each node in each decision.
+    /// More [`entries`] than a decision has time for.
     #[error(
-        "its nodeSelector, node affinity, tolerations, volumes, host ports and requests have more than {MOST_RULES} \
+        "its nodeSelector, node affinity, tolerations, volumes, host ports and requests have more than {MOST_ENTRIES} \
          entries together, which scheduler flux does not support"
     )]
-    Rules,
+    Entries,
     /// A volume that is made where its pod goes.
     #[error(
         "the volume claim {0} waits for its first consumer, which scheduler flux does not support: use a storage class with \
@@ -82,8 +82,8 @@ pub(crate) fn check_annotations(annotations: Option<&Labels>) -> Result<(), Unsu
 /// # Errors
 /// [`Unsupported`].
 pub fn check_fields(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&str]) -> Result<bool, Unsupported> {
-    if entries(spec) > MOST_RULES {
-        return Err(Unsupported::Rules);
+    if entries(spec) > MOST_ENTRIES {
+        return Err(Unsupported::Entries);
     }
     if spec.resource_claims.iter().flatten().next().is_some() {
         return Err(Unsupported::ResourceClaims);
@@ -241,7 +241,7 @@ mod tests {
         }
         for spec in [terms(251), tolerations(501), volumes(501), ports(501), json!({"affinity": {"nodeAffinity": one}})]
         {
-            assert_eq!(found(spec), Err(Unsupported::Rules));
+            assert_eq!(found(spec), Err(Unsupported::Entries));
         }
     }
 }

@@ -54,7 +54,7 @@ mod tests {
 
     use serde_json::{Value, json};
 
-    use crate::Roster;
+    use crate::{Roster, RosterError};
 
     #[test]
     fn what_would_take_a_readers_memory_is_no_roster() {
@@ -84,6 +84,15 @@ mod tests {
         ] {
             let refused = with(pointer, value).unwrap_err();
             assert!(refused.contains(said), "{pointer}: {refused}");
+        }
+        // Ranks that no member has cost as much.
+        let mut spares = largest.clone();
+        spares["settings"]["spareShape"] = json!({"cores": 1025});
+        let one_large = json!({"0": entry(65536, "")});
+        let mut as_one = largest.clone();
+        as_one["ranks"] = one_large;
+        for roster in [spares, as_one] {
+            assert!(matches!(Roster::parse(&roster.to_string()), Err(RosterError::TooLarge)));
         }
     }
 }

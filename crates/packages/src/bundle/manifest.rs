@@ -21,7 +21,7 @@ pub(crate) const MAX_MANIFEST_BYTES: u64 = 64 << 10;
 const HOST_DIRECTORIES: [&str; 8] = ["/home", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/usr/local", "/var"];
 /// Directories from which the host's own programs read files. No symlink may be there or below: systemd, for example, would read a bundle
 /// linked at `/etc/systemd/system/NAME.service.d` as its own configuration.
-const READ_BY_HOST: [&str; 31] = [
+const READ_BY_HOST: [&str; 35] = [
     "/bin",
     "/boot",
     "/dev",
@@ -51,6 +51,10 @@ const READ_BY_HOST: [&str; 31] = [
     "/usr/local/share",
     "/usr/sbin",
     "/usr/share",
+    "/var/lib/cloud",
+    "/var/lib/confexts",
+    "/var/lib/extensions",
+    "/var/roothome",
     "/var/run",
     "/var/spool",
 ];

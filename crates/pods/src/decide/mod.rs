@@ -24,7 +24,7 @@ use broker::job_id::JobId;
 use self::{
     hold::Holdings,
     memory::RecoveryMemory,
-    queued::Queued,
+    queued::{Queued, may_change_at},
     round::{Round, being_bound, listed},
     start::Progress,
     words::Words,
@@ -178,7 +178,7 @@ fn serve_gang<'a>(
     let pins = pins::submit_pins(round, gang, &holdings, holdings.uncovered.iter().copied(), is_paused);
     let mut progress = match &gang.problem {
         _ if gang.waiting().next().is_none() || is_canceled => Progress::default(),
-        Some(problem) => Progress { words: Some(Words::problem(problem)), ..Progress::default() },
+        Some(problem) => Progress { needed: young(round, &holdings), words: Some(Words::problem(problem)) },
         None if gang.is_started() => complete::complete(round, memory, gang, &holdings, queue),
         None => start::start(round, memory, gang, &holdings, queue),
     };
@@ -210,6 +210,15 @@ fn serve_gang<'a>(
         let place = progress.needed.iter().find_map(|job| places.iter().position(|first| first == job));
         words::tell_waiting(round, memory, gang, &words.with_place(place.map(|place| place + 1)));
     }
+}
+
+/// The pending jobs that stay for now, though their gang is not whole: else whoever changes a pod to and fro would have a job submitted and
+/// cancelled each time.
+fn young(round: &mut Round, holdings: &Holdings) -> BTreeSet<JobId> {
+    let pending = holdings.jobs.iter().map(|held| held.job).filter(|job| job.state == JobState::Pending);
+    let young: Vec<_> = pending.filter(|job| round.now < may_change_at(job)).collect();
+    young.iter().for_each(|job| round.wake_at(may_change_at(job)));
+    young.into_iter().map(|job| job.id).collect()
 }
 
 /// An action of this round replaces or ends the job already.

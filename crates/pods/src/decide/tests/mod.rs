@@ -89,8 +89,23 @@ fn a_gang_that_loses_a_pod_before_it_is_bound_holds_nothing() {
     bed.settle();
     assert_eq!(bed.shown_jobs(), ["default/g 2x1 waits"]);
     bed.vanish("g1");
-    bed.settle();
+    bed.pass(5 * SECOND);
     assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
+}
+
+#[test]
+fn a_gang_that_is_changed_to_and_fro_is_not_submitted_each_time() {
+    let mut bed = Bed::new(&[2]);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.create(gang("g", 2));
+    bed.settle();
+    for size in [3, 2].repeat(10) {
+        bed.change("g0", |pod| pod.hints.annotated = Some(("g".into(), size.to_string())));
+        bed.pass(100);
+    }
+    let submits = bed.done.iter().filter(|action| matches!(action, Action::Submit(_))).count();
+    assert_eq!((submits, bed.shown_jobs()), (1, vec!["default/g 2x1 waits".to_owned()]));
 }
 
 #[test]
