@@ -156,7 +156,7 @@ pub struct ListedJob {
 pub async fn listed_jobs(client: &Client, states: JobStates) -> Result<Vec<ListedJob>, RpcError> {
     #[derive(Deserialize)]
     struct Listed {
-        #[serde(deserialize_with = "bounded")]
+        #[serde(deserialize_with = "jobs_within_limit")]
         jobs: Vec<ListedJob>,
     }
     let topic = "job-list.list";
@@ -169,8 +169,8 @@ pub async fn listed_jobs(client: &Client, states: JobStates) -> Result<Vec<Liste
     Ok(parse::<Listed>(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?.jobs)
 }
 
-/// Reads jobs one by one, and fails once they have more ranks than jobs can have that each have a core.
-fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ListedJob>, D::Error> {
+/// Reads jobs one by one, and fails once their ranks are more than [`MOST_DECLARED`]: each job has at least one core on each of its ranks.
+fn jobs_within_limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ListedJob>, D::Error> {
     struct Jobs;
     impl<'de> Visitor<'de> for Jobs {
         type Value = Vec<ListedJob>;
@@ -193,8 +193,8 @@ fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ListedJob>,
 }
 
 /// Asks the job manager about each job: all its events until now, its jobspec, and R if it has resources. The answers are newer than the
-/// call. A job that the job manager has forgotten is left out; any other may be an error. One answer at a time is parsed: each may take
-/// much memory.
+/// call. A job that the job manager has forgotten is left out; any other may be an error. The stream parses one answer at a time,
+/// because each may take much memory.
 pub fn job_events<'a>(
     client: &'a Client,
     ids: impl IntoIterator<Item = JobId, IntoIter: Send> + 'a,
@@ -234,7 +234,7 @@ mod tests {
     fn a_list_of_jobs_with_more_ranks_than_there_can_be_is_not_read() {
         let read = |count: usize| {
             let job = json!({"id": 1, "userid": 0, "ranks": "0-65535"});
-            bounded(Value::Array(vec![job; count])).is_ok()
+            jobs_within_limit(Value::Array(vec![job; count])).is_ok()
         };
         assert_eq!((read(256), read(257)), (true, false));
     }

@@ -85,8 +85,8 @@ pub enum DecodeError {
     #[error("a frame of {0} bytes is larger than the limit")]
     TooLarge(usize),
     /// See [`would_take_too_much`].
-    #[error("an answer would take more memory than any of Flux")]
-    TooMuch,
+    #[error("an answer would take more than {MOST_PARSED} bytes when it is parsed")]
+    TooMuchMemory,
     /// See [`MOST_PARTS`].
     #[error("a frame has more than {MOST_PARTS} parts")]
     TooManyParts,
@@ -193,7 +193,7 @@ pub fn parts(mut bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
 }
 
 /// Most memory that a parsed answer may take, in bytes: R with Fluxion's graph of 300,000 vertices takes that much.
-pub const MOST_PARSED: usize = 1 << 30;
+const MOST_PARSED: usize = 1 << 30;
 
 /// True if `json` may take more memory than [`MOST_PARSED`] when it is parsed: `0,` and `{}` take many times their size then.
 pub fn would_take_too_much(json: &[u8]) -> bool {
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_would_take_a_multiple_of_its_size_is_not_parsed() {
+    fn an_answer_that_would_take_more_than_1_gib_is_not_parsed() {
         let ranks = |count: u32| json!({"ranks": (0..count).collect::<Vec<_>>()}).to_string();
         assert!(!would_take_too_much(ranks(16384).as_bytes()));
         let vertex = json!({"id": "1", "metadata": {"type": "core", "id": 0, "rank": 0, "paths": {"containment": "/c0/n0/core0"}}});
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_of_empty_parts_takes_no_memory() {
+    fn a_frame_with_more_parts_than_any_message_is_refused() {
         assert_eq!(parts(&vec![0; 1 << 20]), Err(DecodeError::TooManyParts));
         assert!(Message::decode(&vec![0; 1 << 20]).is_err());
     }

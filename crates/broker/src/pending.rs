@@ -106,7 +106,7 @@ async fn may_begin(client: &Client, id: u64) -> Result<bool, RpcError> {
     let topic = "job-info.lookup";
     let lookup: Lookup =
         parse(topic, client.rpc(topic, LEAD, json!({ "id": id, "keys": ["jobspec"], "flags": 0 })).await?)?;
-    // In a string of an answer, escapes hide how many values it has.
+    // The answer holds the jobspec as a string, in which escapes such as `\u002c` can hide values from the first estimate.
     let jobspec = Some(lookup.jobspec).filter(|jobspec| !would_take_too_much(jobspec.as_bytes()));
     let jobspec = jobspec.and_then(|jobspec| serde_json::from_str(&jobspec).ok()).unwrap_or_default();
     let is_plain = queue.start && asks_for_cores_alone(&jobspec);

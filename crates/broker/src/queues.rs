@@ -25,9 +25,9 @@ const MOST_QUEUES: usize = 1000;
 /// How each reason begins for which this program stops a queue.
 const OURS: &str = "flux-distribute";
 /// Characters of a reason that are shown.
-const LONGEST_REASON: usize = 200;
+const REASON_SHOWN: usize = 200;
 /// Longest reason that is kept, in characters: there may be many queues.
-const LONGEST_KEPT: usize = 4096;
+const REASON_KEPT: usize = 4096;
 /// Where the job manager keeps the state of its queues (job-manager restart.c).
 const CHECKPOINT: &str = "checkpoint.job-manager";
 const CHECKPOINT_VERSION: u32 = 1;
@@ -72,7 +72,7 @@ impl Queue {
             None => ("the queue".to_owned(), "flux queue start".to_owned()),
         };
         let why = self.stop_reason.as_deref().filter(|why| !why.is_empty());
-        Some(match why.map(|why| why.chars().take(LONGEST_REASON).collect::<String>()) {
+        Some(match why.map(|why| why.chars().take(REASON_SHOWN).collect::<String>()) {
             Some(why) if why.starts_with(OURS) => format!("{queue} is stopped: {why}"),
             Some(why) if why == STOPPED_BY_RESTART => format!(
                 "{queue} is stopped: {why}; it starts by itself if spec.pods.enabled is true, else `{start}` starts it"
@@ -144,7 +144,7 @@ pub async fn queue(client: &Client, name: Option<&str>) -> Result<Queue, RpcErro
     let topic = "job-manager.queue-status";
     let which = name.map_or_else(|| json!({}), |name| json!({ "name": name }));
     let queue: Queue = parse(topic, ask(client, topic, which).await?)?;
-    let kept = |reason: Option<String>| reason.map(|reason| reason.chars().take(LONGEST_KEPT).collect());
+    let kept = |reason: Option<String>| reason.map(|reason| reason.chars().take(REASON_KEPT).collect());
     let (stop_reason, disable_reason) = (kept(queue.stop_reason), kept(queue.disable_reason));
     Ok(Queue { name: name.map(str::to_owned), stop_reason, disable_reason, ..queue })
 }

@@ -71,7 +71,7 @@ impl TryFrom<Written> for ResourceSet {
         let mut entry = |written: WrittenEntry| {
             let rank: IdSet = written.rank.parse()?;
             let mut children = BTreeMap::new();
-            // What it costs when it is expanded, which is no less than it costs as it is.
+            // Charged as if expanded, as `by_rank` does; at least 1, because an entry without ranks takes memory, too.
             let each = rank.len().max(1) as u64;
             left = left.checked_sub(each).ok_or(UnreadableSet::TooMany)?;
             for (kind, ids) in written.children {

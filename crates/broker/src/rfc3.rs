@@ -397,7 +397,7 @@ fn value_of(message: Message) -> Result<Value, RpcError> {
     let Message { topic, errnum, payload, .. } = message;
     match (errnum, payload) {
         (0, None) => Ok(Value::Null),
-        (0, Some(json)) if would_take_too_much(&json) => Err(DecodeError::TooMuch.into()),
+        (0, Some(json)) if would_take_too_much(&json) => Err(DecodeError::TooMuchMemory.into()),
         (0, Some(json)) => serde_json::from_slice(&json).map_err(|source| RpcError::Payload { topic, source }),
         (errnum, payload) => {
             let words = payload.map(|text| String::from_utf8_lossy(&text).into_owned()).filter(|text| !text.is_empty());

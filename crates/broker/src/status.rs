@@ -257,10 +257,10 @@ pub async fn instance(client: &Client) -> Result<InstanceStatus, RpcError> {
     }
     let ask = |topic| client.rpc_within(LEAD_TIMEOUT, topic, LEAD, Value::Null);
     let (online, resources) = futures::try_join!(online(client), ask("resource.status"))?;
-    // Allocations are queried after drained ranks, so that a job that starts in between is not missed.
     let resources: Resources = parse("resource.status", resources)?;
+    // Allocations are queried after drained ranks, so that a job that starts in between is not missed.
     let scheduler = scheduled(client).await?;
-    // Each rank is in one of them.
+    // Flux lists no rank twice. Whoever answers in its place could repeat a few bytes that stand for thousands of ranks.
     let mut left = MOST_RANKS as usize;
     let drained = resources.drain.into_iter().filter_map(|(ranks, why)| {
         let ranks: IdSet = ranks.parse().ok()?;

@@ -17,7 +17,8 @@ pub const SOFT_LIMIT: u64 = 1;
 /// If the kernel can't read or set the limit.
 pub fn forbid() -> io::Result<()> {
     let (_, mut hard) = getrlimit(Resource::RLIMIT_CORE)?;
-    // A container runtime may forbid files, which a program that collects cores does not need.
+    // If a container runtime has set the hard limit to 0, the kernel still pipes cores to a program: raise it to SOFT_LIMIT, which needs
+    // CAP_SYS_RESOURCE.
     if hard < SOFT_LIMIT && setrlimit(Resource::RLIMIT_CORE, SOFT_LIMIT, SOFT_LIMIT).is_ok() {
         hard = SOFT_LIMIT;
     }

@@ -78,3 +78,17 @@ pub(super) fn resource_config_in_rank_order(roster: &Roster, names: &[String]) -
     }
     runs.into_iter().map(|(kind, hosts)| kind.entry(&hosts)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::fixture::roster;
+    use api::Resources;
+
+    #[test]
+    fn a_spare_has_the_commonest_shape_unless_the_spec_names_one() {
+        let mut roster = roster(8, &[("a", 2), ("b", 4), ("c", 4), ("d", 2), ("e", 8)]);
+        assert_eq!(roster.spare_shape().cores, 4);
+        roster.settings.spare_shape = Some(Resources { cores: 16, gpus: 1 });
+        assert_eq!(roster.spare_shape().cores, 16);
+    }
+}

@@ -69,7 +69,8 @@ pub fn room(allocatable: &Allocatable, usage: &Usage, wanted: &Requests) -> Opti
             short(name, amount(&allocatable.extended), amount(&used.extended), *wanted)
         })
     };
-    let port = || wanted.ports.iter().find(|port| port.is_among(&used.ports)).map(|port| Shortfall::Port(port.port));
+    let port =
+        || wanted.ports.iter().find(|port| port.conflicts_with_any(&used.ports)).map(|port| Shortfall::Port(port.port));
     short("pods", allocatable.pods, usage.pods, 1)
         .or_else(|| short("cpu", allocatable.cpu, used.cpu, wanted.cpu))
         .or_else(|| short("memory", allocatable.memory, used.memory, wanted.memory))

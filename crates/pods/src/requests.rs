@@ -9,9 +9,9 @@ use k8s_openapi::{
 
 use crate::quantity::{self, NotAQuantity};
 
-/// Most host ports, and most extended resources, of one pod that count. The bridge schedules no pod with more (`check_fields`), but another
-/// scheduler may, and all pods of a node are compared with those that wait in each decision.
-pub(crate) const MOST_EACH: usize = 500;
+/// Most host ports, and most extended resources, that count of one pod. `check_fields` refuses a pod for Flux that has more; a pod for another
+/// scheduler may have any number, and each decision compares all pods of a node with those that wait.
+const MOST_COUNTED: usize = 500;
 
 /// What a pod asks of a node, or what several ask together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -40,8 +40,9 @@ pub struct HostPort {
 }
 
 impl HostPort {
-    /// True if one of `taken` is this port at an address that both have. It costs no more if there are many.
-    pub fn is_among(&self, taken: &BTreeSet<Self>) -> bool {
+    /// True if a pod with one of `taken` and a pod with this port can't be on one node: same port and protocol, at an address that both have.
+    /// Looks up two entries, however many there are.
+    pub fn conflicts_with_any(&self, taken: &BTreeSet<Self>) -> bool {
         let at = |ip: &str| Self { ip: ip.to_owned(), ..self.clone() };
         // The one for all addresses comes first.
         let is_same = |first: &Self| (first.port, &first.protocol) == (self.port, &self.protocol);
@@ -144,7 +145,7 @@ impl From<Amounts> for Requests {
     fn from(Amounts(mut amounts): Amounts) -> Self {
         let mut take = |name: &str| amounts.remove(name).unwrap_or_default();
         let (cpu, memory, ephemeral) = (take("cpu"), take("memory"), take("ephemeral-storage"));
-        let extended = amounts.into_iter().filter(|(_, amount)| *amount > 0).take(MOST_EACH).collect();
+        let extended = amounts.into_iter().filter(|(_, amount)| *amount > 0).take(MOST_COUNTED).collect();
         Self { cpu, memory, ephemeral, extended, ports: BTreeSet::new() }
     }
 }
@@ -192,7 +193,7 @@ fn of_containers(spec: &PodSpec, status: Option<&PodStatus>) -> Result<Amounts, 
     Ok(sum)
 }
 
-/// At most [`MOST_EACH`].
+/// At most [`MOST_COUNTED`].
 fn host_ports(spec: &PodSpec) -> BTreeSet<HostPort> {
     let sidecars = spec.init_containers.iter().flatten().filter(|container| is_sidecar(container));
     let ports = spec.containers.iter().chain(sidecars).flat_map(|container| container.ports.iter().flatten());
@@ -203,7 +204,7 @@ fn host_ports(spec: &PodSpec) -> BTreeSet<HostPort> {
             ip: port.host_ip.clone().filter(|ip| ip != "0.0.0.0" && ip != "::").unwrap_or_default(),
         })
     });
-    ports.take(MOST_EACH).collect()
+    ports.take(MOST_COUNTED).collect()
 }
 
 #[cfg(test)]
@@ -305,6 +306,15 @@ mod tests {
     }
 
     #[test]
+    fn of_a_pod_for_another_scheduler_500_ports_and_500_resources_count() {
+        let ports: Vec<_> = (1..=600).map(|port| json!({"containerPort": port, "hostPort": port})).collect();
+        let asked: serde_json::Map<_, _> = (0..600).map(|number| (format!("a/{number}"), json!("1"))).collect();
+        let spec = json!({"containers": [{"name": "c", "ports": ports, "resources": {"requests": asked}}]});
+        let found = requests(spec, Value::Null).unwrap();
+        assert_eq!((found.ports.len(), found.extended.len()), (500, 500));
+    }
+
+    #[test]
     fn ports_conflict_on_one_address_or_on_all() {
         let port = |port, protocol: &str, ip: &str| HostPort { port, protocol: protocol.into(), ip: ip.into() };
         for (one, other, expected) in [
@@ -316,7 +326,7 @@ mod tests {
         ] {
             let among = |one: &HostPort, other: &HostPort| {
                 let others = [(0, ""), (9999, "")].map(|(port, ip)| HostPort { port, ip: ip.into(), ..other.clone() });
-                one.is_among(&others.into_iter().chain([other.clone()]).collect())
+                one.conflicts_with_any(&others.into_iter().chain([other.clone()]).collect())
             };
             assert_eq!((among(&one, &other), among(&other, &one)), (expected, expected), "{one:?} {other:?}");
         }

@@ -118,16 +118,14 @@ pub fn check_fields(spec: &PodSpec, labels: &Labels, namespace: &str, names: &[&
     }
 }
 
-/// How much of a pod a decision compares with each node.
+/// Number of things that each decision compares with each node: the rules of [`NodeRules::count`], host ports, volumes and requests.
 fn entries(spec: &PodSpec) -> usize {
-    let containers = spec.containers.iter().chain(spec.init_containers.iter().flatten());
-    let ports = containers.flat_map(|container| container.ports.iter().flatten());
+    let containers = || spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    let ports = containers().flat_map(|container| container.ports.iter().flatten());
     let host_ports = ports.filter(|port| port.host_port.is_some()).count();
-    let asks =
-        spec.containers.iter().chain(spec.init_containers.iter().flatten()).map(|container| &container.resources);
-    let asks = asks.chain([&spec.resources]).flatten().filter_map(|asks| asks.requests.as_ref());
-    let volumes = spec.volumes.as_ref().map_or(0, Vec::len);
-    NodeRules::count(spec) + host_ports + volumes + asks.map(BTreeMap::len).sum::<usize>()
+    let resources = containers().map(|container| &container.resources).chain([&spec.resources]).flatten();
+    let requests: usize = resources.filter_map(|of| of.requests.as_ref()).map(BTreeMap::len).sum();
+    NodeRules::count(spec) + host_ports + spec.volumes.as_ref().map_or(0, Vec::len) + requests
 }
 
 /// True if `selector` selects only objects that have one of `names` as the value of some label. Each controller has a label key of its own
@@ -220,7 +218,7 @@ mod tests {
         }
     }
     #[test]
-    fn more_rules_than_anybody_needs_are_refused() {
+    fn a_pod_with_more_than_500_entries_is_refused() {
         let terms = |count: usize| {
             let absent = json!({"matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]});
             let terms = json!({"nodeSelectorTerms": vec![absent; count]});
@@ -236,11 +234,21 @@ mod tests {
         let port = |number: u32| json!({"containerPort": number, "hostPort": number});
         let container = |count: u32| json!({"name": "c", "ports": (1..=count).map(port).collect::<Vec<_>>()});
         let ports = |count: u32| json!({"containers": [container(count)]});
-        for spec in [terms(250), tolerations(500), volumes(500), ports(500)] {
+        let requests = |count: u32| {
+            let asked: serde_json::Map<_, _> = (0..count).map(|number| (format!("a/{number}"), json!("1"))).collect();
+            json!({"containers": [{"name": "c", "resources": {"requests": asked}}]})
+        };
+        for spec in [terms(250), tolerations(500), volumes(500), ports(500), requests(500)] {
             assert!(found(spec).is_ok());
         }
-        for spec in [terms(251), tolerations(501), volumes(501), ports(501), json!({"affinity": {"nodeAffinity": one}})]
-        {
+        for spec in [
+            terms(251),
+            tolerations(501),
+            volumes(501),
+            ports(501),
+            requests(501),
+            json!({"affinity": {"nodeAffinity": one}}),
+        ] {
             assert_eq!(found(spec), Err(Unsupported::Entries));
         }
     }

@@ -66,7 +66,9 @@ pub fn refusal(seen: &Observed, roster: &Roster, name: &str, request: &Takeover)
 /// As [`refusal`].
 fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, request: &Takeover) -> Option<String> {
     if request.new_instance_id.as_ref().is_some_and(|id| id.chars().count() as u64 > LONGEST_KEPT) {
-        return Some("the new instance ID is too long for the status: this program makes uuids".to_owned());
+        return Some(format!(
+            "the new instance ID has more than {LONGEST_KEPT} characters: run the command again, which makes a uuid"
+        ));
     }
     let is_empty = request.new_instance_id.is_some();
     if !is_lead_fixed(roster) {

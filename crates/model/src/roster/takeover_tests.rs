@@ -269,9 +269,9 @@ fn each_refusal_is_one_sentence() {
     }
 }
 
-/// The status takes no longer one, so that it could not be written any more.
+/// The status's schema refuses a longer ID, so the planner could never write the status again.
 #[test]
-fn a_takeover_with_an_instance_id_that_no_status_takes_is_refused() {
+fn a_takeover_is_refused_if_its_instance_id_is_too_long_for_the_status() {
     for (length, is_refused) in [(253, false), (254, true)] {
         let mut world = World::up(3);
         lose_the_disk(&mut world);

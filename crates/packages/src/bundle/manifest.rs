@@ -17,7 +17,7 @@ const PACKAGES: &str = "packages";
 /// Limit for a manifest, which normally has a few hundred bytes.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 64 << 10;
 
-/// Directories that every host has. No symlink may replace them, but one below them is fine.
+/// Directories that every host has. No symlink may replace them; one below them is fine, unless [`READ_BY_HOST`] forbids it.
 const HOST_DIRECTORIES: [&str; 8] = ["/home", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/usr/local", "/var"];
 /// Directories from which the host's own programs read files. No symlink may be there or below: systemd, for example, would read a bundle
 /// linked at `/etc/systemd/system/NAME.service.d` as its own configuration.

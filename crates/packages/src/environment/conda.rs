@@ -364,15 +364,15 @@ impl<'a> Linker<'a> {
                 if let Some(above) = taken.get(directory).filter(|entry| !is_directory(entry)) {
                     return refuse(path, format!("would be below another one of its entries, {}", above.display()));
                 }
-                let above = root.join(directory);
+                let target = root.join(directory);
                 // A symlink may lead nowhere until rattler makes this package's own directories.
-                let is_absent = above.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
-                if !is_absent && !above.canonicalize().is_ok_and(|found| found.starts_with(&root)) {
+                let is_absent = target.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+                if !is_absent && !target.canonicalize().is_ok_and(|found| found.starts_with(&root)) {
                     let directory = directory.display();
                     return refuse(
                         path,
                         format!(
-                            "would be written through {directory}, another package's symlink out of the environment, or to nothing"
+                            "would be written through {directory}, another package's symlink, which leads out of the environment or to nothing"
                         ),
                     );
                 }

@@ -59,17 +59,17 @@ impl Sources {
     }
 }
 
-/// The platforms of these nodes for which there are packages. A node of any other gets none, and keeps none from the others; nor does one
-/// that reports another platform than kubelet reports the architecture of.
+/// The platforms of these nodes for which there are packages. A node is left out if its platform has no packages, or does not fit the
+/// architecture that its kubelet reports: it gets no packages, but the others get theirs.
 fn platforms(nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<String> {
     let reported = nodes.iter().filter_map(|node| {
         let platform = reports.get(&node.name)?.facts.as_ref()?.platform.as_str();
-        let is_possible = match node.architecture.as_str() {
+        let fits_architecture = match node.architecture.as_str() {
             "amd64" => platform == "linux-64",
             "arm64" => platform == "linux-aarch64",
             architecture => architecture.is_empty() && PLATFORMS.contains(&platform),
         };
-        is_possible.then_some(platform)
+        fits_architecture.then_some(platform)
     });
     reported.collect::<BTreeSet<_>>().into_iter().map(str::to_owned).collect()
 }

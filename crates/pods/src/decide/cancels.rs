@@ -28,13 +28,14 @@ pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &BridgedJob)]
     let Some((at, record)) = cancels.max_by_key(|(at, _)| *at) else { return false };
     // Pods that were created later are meant to run. A creation time is in whole seconds.
     let was_there = |pod: &PodView| record.lists(&pod.uid) || pod.created.saturating_add(SECOND) <= at;
-    // A gang that has begun again beside a pod that its dead node never ends has another job. Somebody who cancels the old one wants its cores.
-    let is_whole = |bridged: &BridgedJob| bridged.record.pinned.is_none() && bridged.shape.slots >= gang.size;
-    let has_another = |pod: &PodView| {
-        jobs.iter().any(|(job, bridged)| job.is_active() && is_whole(bridged) && bridged.record.lists(&pod.uid))
+    // If the gang has begun again, its new job lists these pods. Whoever cancels the old job, which a pod on a dead node keeps, wants only
+    // that job's cores.
+    let is_in_new_job = |pod: &PodView| {
+        let is_for_all = |bridged: &BridgedJob| bridged.record.pinned.is_none() && bridged.shape.slots >= gang.size;
+        jobs.iter().any(|(job, bridged)| job.is_active() && is_for_all(bridged) && bridged.record.lists(&pod.uid))
     };
     let pods: Vec<&PodView> =
-        gang.members.iter().copied().filter(|pod| pod.stays() && was_there(pod) && !has_another(pod)).collect();
+        gang.members.iter().copied().filter(|pod| pod.stays() && was_there(pod) && !is_in_new_job(pod)).collect();
     if pods.is_empty() {
         return false;
     }

@@ -8,7 +8,7 @@ use broker::job_id::JobId;
 use super::{
     hold::Holdings,
     memory::Memory,
-    queued::Queued,
+    queue::WaitingJob,
     request::{is_large_enough, request},
     round::Round,
     start::{Progress, ask, avoided, bind},
@@ -33,7 +33,7 @@ pub(super) fn complete<'a>(
     memory: &mut Memory,
     gang: &Gang<'a>,
     holdings: &Holdings<'a>,
-    queue: &mut Vec<Queued<'a>>,
+    queue: &mut Vec<WaitingJob<'a>>,
 ) -> Progress {
     let mut progress = Progress::default();
     let mut taken: BTreeSet<(JobId, &Slot)> = BTreeSet::new();
@@ -132,7 +132,7 @@ fn elsewhere<'a>(
     holdings: &Holdings<'a>,
     pod: &'a PodView,
     failing: &BTreeSet<Rank>,
-    queue: &mut Vec<Queued<'a>>,
+    queue: &mut Vec<WaitingJob<'a>>,
 ) -> Progress {
     let mut avoided = avoided(round, memory, gang, &[pod]);
     avoided.extend(failing);
@@ -147,7 +147,8 @@ fn elsewhere<'a>(
         |held: &&super::hold::Held| held.job.state == JobState::Pending && held.bridged.record.lists(&pod.uid);
     let pending = holdings.jobs.iter().rev().find(is_meant);
     if let Some(held) = pending.filter(|held| held.bridged.record.pinned.is_some()) {
-        // It has been given cores there before, and gets them when the rank is back.
+        // It has been given cores there before, and gets them when the rank is back. It waits since the pin was submitted: the gang may have
+        // come into the queue hours ago.
         return Progress { needed: [held.job.id].into(), words: Words::queued(round, held.job, held.job.submitted) };
     }
     let threads = holdings.jobs.first().map(|held| held.bridged.record.threads);

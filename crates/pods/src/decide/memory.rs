@@ -11,8 +11,9 @@ use crate::{action::Reason, record::GangId, time::Millis};
 pub struct Memory {
     /// Ranks on which the pods of a gang did not fit when it had been given resources there.
     pub(super) avoided: BTreeMap<GangId, BTreeSet<Rank>>,
-    /// When each gang came into the queue first. It keeps its place, though it has no job while no node could take it.
-    pub(super) queued: BTreeMap<GangId, Millis>,
+    /// When each gang first came into the queue. Remembered here, so that a gang keeps its place while no node can take it and it has no
+    /// job.
+    pub(super) first_queued: BTreeMap<GangId, Millis>,
     /// Since when a gang has run in part.
     pub(super) incomplete: BTreeMap<GangId, Millis>,
     /// What the bridge said about each pod, and when, by uid.

@@ -8,7 +8,7 @@ mod order;
 mod patience;
 mod pause;
 mod pins;
-mod queued;
+mod queue;
 mod recovery;
 mod request;
 mod round;
@@ -24,7 +24,7 @@ use broker::job_id::JobId;
 use self::{
     hold::Holdings,
     memory::RecoveryMemory,
-    queued::{Queued, may_change_at},
+    queue::{WaitingJob, may_change_at},
     round::{Round, being_bound, listed},
     start::Progress,
     words::Words,
@@ -102,8 +102,8 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
     };
     let (Some(jobs), Some(pods)) = (&world.jobs, &world.pods) else { return Decision::loading() };
     let (bound, listed) = (being_bound(world, pods), listed(jobs));
-    let queued = std::mem::take(&mut memory.queued);
-    let mut round = Round::new((world, broker, jobs, pods), &bound, &listed, queued, now);
+    let first_queued = std::mem::take(&mut memory.first_queued);
+    let mut round = Round::new((world, broker, jobs, pods), &bound, &listed, first_queued, now);
     memory.told.retain(|uid, _| pods.by_uid.contains_key(uid));
     let report = match broker.is_recovered {
         false => {
@@ -112,7 +112,7 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
         }
         true => serve(&mut round, memory),
     };
-    memory.queued = round.queued;
+    memory.first_queued = round.first_queued;
     round.actions.retain(|action| may_begin(world, action));
     Decision { actions: round.actions, report, wake: round.wake }
 }
@@ -145,7 +145,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     let known: BTreeSet<&GangId> = gangs.iter().map(|gang| &gang.id).collect();
     memory.avoided.retain(|gang, _| known.contains(gang));
     memory.incomplete.retain(|gang, _| known.contains(gang));
-    round.queued.retain(|gang, _| known.contains(gang));
+    round.first_queued.retain(|gang, _| known.contains(gang));
     let left: Vec<_> = round.gangs_with_jobs().into_iter().filter(|gang| !known.contains(gang)).collect();
     for gang in left {
         if round.is_busy(gang) {
@@ -167,7 +167,7 @@ fn serve_gang<'a>(
     round: &mut Round<'a>,
     memory: &mut Memory,
     gang: &Gang<'a>,
-    queue: &mut Vec<Queued<'a>>,
+    queue: &mut Vec<WaitingJob<'a>>,
     places: &[JobId],
     report: &mut Report,
 ) {
@@ -178,7 +178,9 @@ fn serve_gang<'a>(
     let pins = pins::submit_pins(round, gang, &holdings, holdings.uncovered.iter().copied(), is_paused);
     let mut progress = match &gang.problem {
         _ if gang.waiting().next().is_none() || is_canceled => Progress::default(),
-        Some(problem) => Progress { needed: young(round, &holdings), words: Some(Words::problem(problem)) },
+        Some(problem) => {
+            Progress { needed: not_yet_replaceable(round, &holdings), words: Some(Words::problem(problem)) }
+        }
         None if gang.is_started() => complete::complete(round, memory, gang, &holdings, queue),
         None => start::start(round, memory, gang, &holdings, queue),
     };
@@ -212,9 +214,9 @@ fn serve_gang<'a>(
     }
 }
 
-/// The pending jobs that stay for now, though their gang is not whole: else whoever changes a pod to and fro would have a job submitted and
-/// cancelled each time.
-fn young(round: &mut Round, holdings: &Holdings) -> BTreeSet<JobId> {
+/// The pending jobs that may not be replaced yet (see [`may_change_at`]). They stay although the gang has a problem: otherwise, whoever
+/// changes a pod back and forth would make the bridge submit and cancel a job each time.
+fn not_yet_replaceable(round: &mut Round, holdings: &Holdings) -> BTreeSet<JobId> {
     let pending = holdings.jobs.iter().map(|held| held.job).filter(|job| job.state == JobState::Pending);
     let young: Vec<_> = pending.filter(|job| round.now < may_change_at(job)).collect();
     young.iter().for_each(|job| round.wake_at(may_change_at(job)));

@@ -2,12 +2,12 @@
 //! others.
 
 use super::{
-    queued::{QueuePlace, Queued, may_change_at},
+    queue::{QueuePlace, WaitingJob, may_change_at},
     round::Round,
 };
 
 /// Submits again the jobs of gangs that came later than one behind them.
-pub(super) fn keep_order(round: &mut Round, mut queue: Vec<Queued>) {
+pub(super) fn keep_order(round: &mut Round, mut queue: Vec<WaitingJob>) {
     queue.sort_by_key(|queued| (queued.job.urgency, std::cmp::Reverse(queued.job.id)));
     let mut first: Option<(u8, QueuePlace)> = None;
     let mut again = Vec::new();
@@ -21,7 +21,7 @@ pub(super) fn keep_order(round: &mut Round, mut queue: Vec<Queued>) {
         }
     }
     again.sort_by_key(|queued| (queued.place, queued.job.id));
-    for Queued { job, request, .. } in again {
+    for WaitingJob { job, request, .. } in again {
         let may_change = may_change_at(job);
         match round.now >= may_change {
             true => round.resubmit(job, request),

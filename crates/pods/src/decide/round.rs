@@ -35,8 +35,8 @@ pub(super) struct Round<'a> {
     /// The ranks of all targets.
     pub members: BTreeSet<Rank>,
     by_gang: BTreeMap<&'a GangId, Vec<(&'a Job, &'a BridgedJob)>>,
-    /// See [`super::Memory::queued`].
-    pub queued: BTreeMap<GangId, Millis>,
+    /// See [`super::Memory::first_queued`].
+    pub first_queued: BTreeMap<GangId, Millis>,
     busy: BTreeSet<&'a GangId>,
     pub actions: Vec<Action>,
     /// How many of the actions are messages.
@@ -99,7 +99,7 @@ impl<'a> Round<'a> {
         (world, broker, jobs, pods): (&'a World, &'a Broker, &'a Jobs, &'a Pods),
         bound: &'a [PodView],
         listed: &'a BTreeMap<&'a str, &'a GangId>,
-        mut queued: BTreeMap<GangId, Millis>,
+        mut first_queued: BTreeMap<GangId, Millis>,
         now: Millis,
     ) -> Self {
         let overlaid: BTreeMap<&str, &PodView> = bound.iter().map(|pod| (pod.uid.as_str(), pod)).collect();
@@ -116,10 +116,8 @@ impl<'a> Round<'a> {
         for (job, bridged) in jobs.bridged() {
             let record = &bridged.record;
             by_gang.entry(&record.gang).or_default().push((job, bridged));
-            match queued.get_mut(&record.gang) {
-                Some(first) => *first = record.queued.min(*first),
-                None => drop(queued.insert(record.gang.clone(), record.queued)),
-            }
+            let first = first_queued.entry(record.gang.clone()).or_insert(record.queued);
+            *first = record.queued.min(*first);
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
         let ours = shown.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));
@@ -135,7 +133,7 @@ impl<'a> Round<'a> {
             ranks,
             members: world.targets.keys().copied().collect(),
             by_gang,
-            queued,
+            first_queued,
             busy: world.under_way.iter().filter_map(Action::occupies).collect(),
             actions: Vec::new(),
             messages: 0,
@@ -153,10 +151,10 @@ impl<'a> Round<'a> {
         self.by_gang.get(gang).cloned().unwrap_or_default()
     }
 
-    /// Since when `gang` has been in the queue, or now: not before its last pod was created, and not in the future, in case the clock was
-    /// wrong then.
+    /// Since when `gang` has been in the queue; now if it has not been. Never before its last pod was created, and never in the future: the
+    /// clock may have been wrong when it was written.
     pub fn queued_since(&self, gang: &Gang) -> Millis {
-        self.queued.get(&gang.id).map_or(self.now, |first| self.now.min(*first)).max(gang.since())
+        self.first_queued.get(&gang.id).map_or(self.now, |first| self.now.min(*first)).max(gang.since())
     }
 
     /// All gangs that have a job.

@@ -9,7 +9,7 @@ use super::{
     hold::{Held, Holdings},
     memory::Memory,
     pause::reason_to_pause,
-    queued::{QueuePlace, Queued, may_change_at},
+    queue::{QueuePlace, WaitingJob, may_change_at},
     request::{is_as_wanted, is_large_enough, request},
     round::Round,
     words::Words,
@@ -42,7 +42,7 @@ pub(super) fn start<'a>(
     memory: &mut Memory,
     gang: &Gang<'a>,
     holdings: &Holdings<'a>,
-    queue: &mut Vec<Queued<'a>>,
+    queue: &mut Vec<WaitingJob<'a>>,
 ) -> Progress {
     let pods: Vec<&PodView> = gang.waiting().collect();
     let fits = |held: &&Held| {
@@ -65,7 +65,7 @@ pub(super) fn ask<'a>(
     gang: &Gang<'a>,
     request: Result<JobRequest, NoPlace>,
     pending: Option<&Held<'a>>,
-    queue: &mut Vec<Queued<'a>>,
+    queue: &mut Vec<WaitingJob<'a>>,
 ) -> Progress {
     let request = match request {
         Ok(request) => request,
@@ -94,12 +94,12 @@ fn wait<'a>(
     gang: &Gang,
     held: &Held<'a>,
     request: JobRequest,
-    queue: &mut Vec<Queued<'a>>,
+    queue: &mut Vec<WaitingJob<'a>>,
 ) -> Option<Words> {
     let (may_change, queued) = (may_change_at(held.job), request.record.queued);
     if is_as_wanted(round, held.bridged, &request) {
         let place = QueuePlace::of(gang, &request.record);
-        queue.push(Queued { job: held.job, request, place });
+        queue.push(WaitingJob { job: held.job, request, place });
     } else if round.now >= may_change {
         round.resubmit(held.job, request);
     } else {

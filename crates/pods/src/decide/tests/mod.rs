@@ -94,7 +94,7 @@ fn a_gang_that_loses_a_pod_before_it_is_bound_holds_nothing() {
 }
 
 #[test]
-fn a_gang_that_is_changed_to_and_fro_is_not_submitted_each_time() {
+fn a_gang_that_changes_back_and_forth_is_submitted_once() {
     let mut bed = Bed::new(&[2]);
     bed.submit_host_job(1, 2);
     bed.settle();

@@ -38,7 +38,7 @@ impl QueuePlace {
 }
 
 /// A job that waits for resources, and what its gang would ask for today.
-pub(super) struct Queued<'a> {
+pub(super) struct WaitingJob<'a> {
     pub job: &'a Job,
     pub request: JobRequest,
     /// See [`QueuePlace`].
