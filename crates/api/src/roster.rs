@@ -96,7 +96,10 @@ impl Roster {
             return shape.into();
         }
         let mut counts: BTreeMap<Declared, usize> = BTreeMap::new();
-        for declared in self.ranks.values().filter_map(|entry| entry.resources.clone()) {
+        // A node that invents cores must not make the roster too large by the spares.
+        let most = MOST_DECLARED / u64::from(self.settings.max_size.max(1));
+        let known = self.ranks.values().filter_map(|entry| entry.resources.clone());
+        for declared in known.filter(|declared| declared.ids() <= most) {
             *counts.entry(Declared { excluded: false, ..declared }).or_default() += 1;
         }
         let commonest = counts.into_iter().max_by_key(|(declared, count)| (*count, declared.clone()));

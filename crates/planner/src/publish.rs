@@ -6,7 +6,7 @@ use tracing::{debug, info};
 
 use api::{
     CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, FluxNode,
-    FluxNodeSpec, MOST_DECLARED, NAMESPACE, Roster, RosterError,
+    FluxNodeSpec, MOST_DECLARED, NAMESPACE, Roster, RosterEntry, RosterError,
 };
 use base::error_chain;
 use cluster::{
@@ -43,8 +43,12 @@ fn to_text(roster: &Roster) -> Result<String, ApiError> {
     }
 }
 
-/// Names the rank that declares the most, as the end of a sentence with the remedy.
+/// What declares the most, as the end of a sentence with the remedy: the spares, or a rank.
 fn largest(roster: &Roster) -> String {
+    let of_ranks = roster.ranks.values().map(RosterEntry::declared_ids).sum::<u64>();
+    if of_ranks <= MOST_DECLARED {
+        return ". Most of them are those of spares: set a smaller spec.spares.shape or spec.maxSize".to_owned();
+    }
     let largest = roster.ranks.iter().max_by_key(|(_, entry)| entry.declared_ids());
     largest.map_or_else(String::new, |(rank, entry)| {
         let node = entry.member.as_ref().map_or_else(String::new, |member| format!(" (node {})", member.node));

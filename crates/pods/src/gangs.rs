@@ -84,6 +84,13 @@ pub enum Problem {
     NotOptedIn(String),
 }
 
+impl Problem {
+    /// True if it is with the pods themselves, and not with what they refer to, which may only not be known yet.
+    pub fn is_of_pods(&self) -> bool {
+        !matches!(self, Self::NotFound { .. } | Self::NoVolume(_) | Self::NotOptedIn(_))
+    }
+}
+
 /// What is known beside the pods.
 #[derive(Debug, Clone, Copy)]
 pub struct Known<'a> {

@@ -21,21 +21,23 @@ const SETTLED_AFTER: Millis = 2 * SECOND;
 /// job is submitted for those.
 pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &BridgedJob)]) -> bool {
     let in_run_since = round.broker.in_run_since.unwrap_or(Millis::MAX);
+    // If the gang has begun again, its old job may be left, for a pod that its dead node never ends. Whoever cancels that wants its cores.
+    let is_of_a_member = |job: &Job, bridged: &BridgedJob| {
+        let is_for = |pod: &PodView| {
+            bridged.record.lists(&pod.uid) || pod.record.as_ref().is_some_and(|record| record.id == job.id)
+        };
+        gang.members.iter().any(|pod| pod.stays() && is_for(pod))
+    };
     let cancels = jobs.iter().filter_map(|(job, bridged)| match job.ended_by {
-        Some((Cause::Canceled, at)) if at >= in_run_since => Some((at, &bridged.record)),
+        Some((Cause::Canceled, at)) if at >= in_run_since && is_of_a_member(job, bridged) => {
+            Some((at, &bridged.record))
+        }
         _ => None,
     });
     let Some((at, record)) = cancels.max_by_key(|(at, _)| *at) else { return false };
     // Pods that were created later are meant to run. A creation time is in whole seconds.
     let was_there = |pod: &PodView| record.lists(&pod.uid) || pod.created.saturating_add(SECOND) <= at;
-    // If the gang has begun again, its new job lists these pods. Whoever cancels the old job, which a pod on a dead node keeps, wants only
-    // that job's cores.
-    let is_in_new_job = |pod: &PodView| {
-        let is_for_all = |bridged: &BridgedJob| bridged.record.pinned.is_none() && bridged.shape.slots >= gang.size;
-        jobs.iter().any(|(job, bridged)| job.is_active() && is_for_all(bridged) && bridged.record.lists(&pod.uid))
-    };
-    let pods: Vec<&PodView> =
-        gang.members.iter().copied().filter(|pod| pod.stays() && was_there(pod) && !is_in_new_job(pod)).collect();
+    let pods: Vec<&PodView> = gang.members.iter().copied().filter(|pod| pod.stays() && was_there(pod)).collect();
     if pods.is_empty() {
         return false;
     }

@@ -12,7 +12,7 @@ pub struct Memory {
     /// Ranks on which the pods of a gang did not fit when it had been given resources there.
     pub(super) avoided: BTreeMap<GangId, BTreeSet<Rank>>,
     /// When each gang first came into the queue. Remembered here, so that a gang keeps its place while no node can take it and it has no
-    /// job.
+    /// job. A gang that is not whole any more loses its place.
     pub(super) first_queued: BTreeMap<GangId, Millis>,
     /// Since when a gang has run in part.
     pub(super) incomplete: BTreeMap<GangId, Millis>,

@@ -179,7 +179,12 @@ fn serve_gang<'a>(
     let mut progress = match &gang.problem {
         _ if gang.waiting().next().is_none() || is_canceled => Progress::default(),
         Some(problem) => {
-            Progress { needed: not_yet_replaceable(round, &holdings), words: Some(Words::problem(problem)) }
+            let needed = not_yet_replaceable(round, &holdings);
+            // Whoever could give it up and have it again would have all younger gangs submitted again each time.
+            if needed.is_empty() && problem.is_of_pods() {
+                round.first_queued.remove(&gang.id);
+            }
+            Progress { needed, words: Some(Words::problem(problem)) }
         }
         None if gang.is_started() => complete::complete(round, memory, gang, &holdings, queue),
         None => start::start(round, memory, gang, &holdings, queue),
@@ -209,7 +214,9 @@ fn serve_gang<'a>(
     let refused = round.world.refused.get(&gang.id).map(|words| Words::refused(words));
     if let Some(words) = refused.or(progress.words) {
         report.refused += usize::from(progress.needed.is_empty());
-        let place = progress.needed.iter().find_map(|job| places.iter().position(|first| first == job));
+        let is_queued = gang.problem.is_none();
+        let place =
+            progress.needed.iter().filter(|_| is_queued).find_map(|job| places.iter().position(|first| first == job));
         words::tell_waiting(round, memory, gang, &words.with_place(place.map(|place| place + 1)));
     }
 }

@@ -116,8 +116,10 @@ impl<'a> Round<'a> {
         for (job, bridged) in jobs.bridged() {
             let record = &bridged.record;
             by_gang.entry(&record.gang).or_default().push((job, bridged));
-            let first = first_queued.entry(record.gang.clone()).or_insert(record.queued);
-            *first = record.queued.min(*first);
+            if job.is_active() {
+                let first = first_queued.entry(record.gang.clone()).or_insert(record.queued);
+                *first = record.queued.min(*first);
+            }
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
         let ours = shown.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));

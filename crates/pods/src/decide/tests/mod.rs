@@ -109,6 +109,26 @@ fn a_gang_that_changes_back_and_forth_is_submitted_once() {
 }
 
 #[test]
+fn a_gang_that_is_not_whole_any_more_loses_its_place() {
+    let mut bed = Bed::new(&[2]);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.create(gang("g", 2));
+    bed.pass(60 * SECOND);
+    bed.create([pod("young", 1)]);
+    bed.pass(60 * SECOND);
+    let resize = |bed: &mut Bed, size: u32| {
+        bed.change("g0", |pod| pod.hints.annotated = Some(("g".into(), size.to_string())));
+        bed.pass(20 * SECOND);
+    };
+    resize(&mut bed, 3);
+    assert_eq!(bed.told("g0"), "Incomplete: 2 of 3 pods of gang default/g exist");
+    resize(&mut bed, 2);
+    assert_eq!(bed.shown_jobs(), ["default/young 1x1 waits", "default/g 2x1 waits"]);
+    assert!(!bed.done.iter().any(|action| matches!(action, Action::Resubmit { .. })));
+}
+
+#[test]
 fn growth_is_one_slot_jobs() {
     let mut bed = Bed::new(&[4]);
     bed.create(gang("g", 2));
