@@ -108,9 +108,10 @@ impl Roster {
 
     /// How many ids of cores and GPUs all ranks declare, spares among them: what broker.toml costs in memory.
     pub fn declared_ids(&self) -> u64 {
-        let known: Vec<u64> = self.ranks.values().filter_map(|entry| Some(entry.resources.as_ref()?.ids())).collect();
-        let spares = u64::from(self.settings.max_size).saturating_sub(known.len() as u64);
-        known.iter().sum::<u64>() + spares * self.spare_shape().ids()
+        let declared = self.ranks.values().map(RosterEntry::declared_ids).sum::<u64>();
+        let max_size = self.settings.max_size;
+        let known = self.ranks.range(..max_size).filter(|(_, entry)| entry.resources.is_some()).count();
+        declared + u64::from(max_size).saturating_sub(known as u64) * self.spare_shape().ids()
     }
 
     /// Flux knows each member by its node's name, whatever its broker is called (see `model::names`). In an epoch that an older
@@ -170,6 +171,7 @@ pub struct EpochSettings {
     /// Owner of the brokers.
     pub run_as: String,
     /// Extra tables of broker.toml, TOML text.
+    #[serde(deserialize_with = "bounds::config")]
     pub config: String,
     /// systemd's CPUWeight, 1..10000.
     pub cpu_weight: u32,

@@ -4,6 +4,7 @@ use api::{
     CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY,
     PackageSet, Roster, RosterError,
 };
+use base::error_chain;
 use kube::Client;
 
 use super::{
@@ -19,11 +20,11 @@ use super::{
 pub async fn read_roster(client: &Client) -> Result<Option<(Roster, Document)>, ApiError> {
     let Some(document) = store::read(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY).await? else { return Ok(None) };
     let roster = Roster::parse(&document.text).map_err(|error| match error {
-        RosterError::Malformed(error) => ApiError::Content {
+        newer @ RosterError::Newer(_) => ApiError::NewerRoster(newer),
+        error => ApiError::Content {
             object: format!("ConfigMap {CONFIGMAP_ROSTER}"),
-            reason: format!("can't be read ({error}); delete it, and the planner makes it again from the nodes"),
+            reason: format!("{}; delete it, and the planner makes it again from the nodes", error_chain(&error)),
         },
-        newer => ApiError::NewerRoster(newer),
     })?;
     Ok(Some((roster, document)))
 }

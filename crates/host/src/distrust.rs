@@ -23,7 +23,7 @@ pub enum Distrust {
         uid: u32,
     },
     /// Users other than root can change its content.
-    Open {
+    WritableByOthers {
         /// The path, on the host.
         path: PathBuf,
         /// Its permission bits.
@@ -61,7 +61,7 @@ impl Distrust {
     pub fn problem(&self) -> String {
         match self {
             Self::Owner { path, uid } => format!("{} belongs to the user with uid {uid}", path.display()),
-            Self::Open { path, mode } => {
+            Self::WritableByOthers { path, mode } => {
                 format!("users other than root can write to {} (its mode is {mode:04o})", path.display())
             }
             Self::Kind { path, wanted } => format!("{} is not {wanted}", path.display()),
@@ -89,7 +89,9 @@ impl fmt::Display for Distrust {
             Self::Owner { path, .. } => {
                 write!(f, ", so root does not trust it; if it is yours, run `chown root {}`", path.display())
             }
-            Self::Open { path, mode } => write!(f, ", so root does not trust what is in it; {}", close(path, *mode)),
+            Self::WritableByOthers { path, mode } => {
+                write!(f, ", so root does not trust what is in it; {}", close(path, *mode))
+            }
             Self::Kind { .. } => f.write_str("; move it away"),
             Self::Mounted { .. } => f.write_str(", so root does not trust what is in it; unmount it"),
             Self::Io { .. } => Ok(()),

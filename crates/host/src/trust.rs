@@ -79,7 +79,7 @@ impl Rule {
             || (is_last && self.may_last_be_open)
             || (is_sticky && self.may_directories_be_sticky);
         if !may_be_open && found.st_mode & WRITABLE_BY_OTHERS != 0 {
-            return Err(Distrust::Open { path: path.to_owned(), mode: found.st_mode & 0o7777 });
+            return Err(Distrust::WritableByOthers { path: path.to_owned(), mode: found.st_mode & 0o7777 });
         }
         Ok(())
     }

@@ -3,6 +3,8 @@
 /// Maximum number of hosts in a decoded list. No instance has as many ranks: a longer list is a mistake or an attempt
 /// to exhaust memory.
 const MOST_HOSTS: usize = 1 << 20;
+/// Longest name of a host, in bytes (RFC 1123).
+const LONGEST_HOST: usize = 253;
 /// Maximum number of digits in a host's number, including leading zeros.
 const MOST_DIGITS: usize = 20;
 
@@ -34,6 +36,8 @@ pub fn decode(list: &str) -> Vec<String> {
     });
     for name in names.filter(|name| !name.is_empty()) {
         match name.split_once('[').and_then(|(prefix, rest)| Some((prefix, rest.split_once(']')?))) {
+            // A few bytes can stand for a million names: a longer one is no list of hosts.
+            Some((prefix, (_, suffix))) if prefix.len() + suffix.len() > LONGEST_HOST => hosts.push(name.to_owned()),
             Some((prefix, (ranges, suffix))) => {
                 for range in ranges.split(',') {
                     let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -125,6 +129,13 @@ impl Range {
 #[cfg(test)]
 mod tests {
     use super::{decode, encode};
+
+    #[test]
+    fn a_few_bytes_do_not_stand_for_a_million_long_names() {
+        let long = format!("{}[0-1048575]", "a".repeat(254));
+        assert_eq!(decode(&long), [long]);
+        assert_eq!(decode("n[1-2]x"), ["n1x", "n2x"]);
+    }
 
     #[test]
     fn consecutive_neighbours_are_folded_and_the_order_is_kept() {

@@ -42,7 +42,7 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
     let dir = root.path(&order.prefix);
     let writable_mode = match trust::directory(root, &order.prefix) {
         Ok(_) => None,
-        Err(Distrust::Open { mode, .. }) => Some(mode),
+        Err(Distrust::WritableByOthers { mode, .. }) => Some(mode),
         Err(distrust) => return Err(distrust.into()),
     };
     let check = || {

@@ -85,7 +85,7 @@ fn copy(root: &Root, from: &Path, to: &Path) -> Result<(), Refusal> {
         let problem = match distrust {
             Distrust::Kind { .. } => return Refusal::new(format!("can't read the dump: {}", distrust.problem())),
             Distrust::Io { source, .. } => return Refusal::io("read", from, &source),
-            Distrust::Owner { .. } | Distrust::Open { .. } | Distrust::Mounted { .. } => distrust.problem(),
+            Distrust::Owner { .. } | Distrust::WritableByOthers { .. } | Distrust::Mounted { .. } => distrust.problem(),
         };
         // Whoever has written the dump decides which jobs run as the brokers' user.
         Refusal::new(format!(

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, fmt};
 
 use serde::{
-    Deserializer,
+    Deserialize, Deserializer,
     de::{Error, MapAccess, Visitor},
 };
 
@@ -13,9 +13,21 @@ use crate::{instance::MOST_RANKS, numbers};
 /// Most ids of cores and GPUs that all ranks of a roster declare together: 1024 for each rank of the largest instance.
 pub const MOST_DECLARED: u64 = 1 << 24;
 
+/// Longest extra tables of broker.toml, in bytes. etcd takes no object of that size.
+const LONGEST_CONFIG: usize = 2 << 20;
+
 /// Reads a maxSize that an instance may have: each rank costs memory.
 pub(super) fn max_size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
     numbers::at_most("maxSize", MOST_RANKS, deserializer)
+}
+
+/// Reads the extra tables of broker.toml, no longer than a FluxInstance can be: once they are parsed, they take many times that.
+pub(super) fn config<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let config = String::deserialize(deserializer)?;
+    match config.len() > LONGEST_CONFIG {
+        true => Err(D::Error::custom(format!("config has {} bytes, more than {LONGEST_CONFIG}", config.len()))),
+        false => Ok(config),
+    }
 }
 
 /// Reads ranks one by one, and fails at the first that no instance can have, or once all declare more than [`MOST_DECLARED`] ids.
@@ -78,6 +90,7 @@ mod tests {
             ("/settings/maxSize", json!(u32::MAX), "maxSize is 4294967295, more than 16384"),
             ("/epoch", json!(i64::MAX), "an epoch or revision is 9223372036854775807, more than 9007199254740992"),
             ("/revision", json!(u64::MAX), "more than"),
+            ("/settings/config", json!("#".repeat(3 << 20)), "config has 3145728 bytes, more than 2097152"),
             ("/ranks", json!({"16384": entry(1, "")}), "rank 16384 is not below 16384"),
             ("/ranks", many(entry(65536, "")), "the ranks declare more than 16777216 ids"),
             ("/ranks", many(entry(1, "0-65535")), "the ranks declare more than 16777216 ids"),
@@ -89,6 +102,12 @@ mod tests {
         let mut spares = largest.clone();
         spares["settings"]["spareShape"] = json!({"cores": 1025});
         assert!(matches!(Roster::parse(&spares.to_string()), Err(RosterError::TooLarge)));
+        // Nor do ranks beyond maxSize stand for them.
+        let mut beyond = spares.clone();
+        beyond["settings"]["maxSize"] = json!(8192);
+        beyond["settings"]["spareShape"] = json!({"cores": 65536});
+        beyond["ranks"] = Value::Object((8192..16384).map(|rank: u32| (rank.to_string(), entry(1, ""))).collect());
+        assert!(matches!(Roster::parse(&beyond.to_string()), Err(RosterError::TooLarge)));
         // One node's invention is not taken for the commonest shape.
         let invented = with("/ranks", json!({"0": entry(65536, "")}));
         assert!(invented.is_ok(), "{invented:?}");

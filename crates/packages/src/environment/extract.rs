@@ -119,7 +119,15 @@ fn members(archive: &mut File) -> Result<Vec<(u64, u64)>, UnpackError> {
             _ => return Err(UnpackError::Archive(format!("its {name} is compressed twice"))),
         }
     }
-    Ok(members)
+    let ends_before = |one: usize, other: usize| {
+        let (start, bytes): (u64, u64) = members[one];
+        start.saturating_add(bytes) <= members[other].0
+    };
+    // Else both could unpack the same bytes.
+    match ends_before(0, 1) || ends_before(1, 0) {
+        true => Ok(members),
+        false => Err(UnpackError::Archive("its info and its packaged files overlap".to_owned())),
+    }
 }
 
 struct Unpacking<'a> {

@@ -49,8 +49,8 @@ pub(super) fn resume(round: &mut Round) {
     }
 }
 
-/// Until when the bridge waits for the pods of `job`; `Millis::MAX` if one is not being deleted yet, 0 if there is none. Kubernetes' Job controller, too,
-/// replaces a pod that its node does not end.
+/// Until when the bridge waits for the pods of `job`; `Millis::MAX` if one is not being deleted yet, 0 if there is none. By default,
+/// Kubernetes' Job controller, too, replaces a pod that its node does not end.
 fn waits_for_pods_until(round: &Round, job: &KubeJob) -> Millis {
     let gangs = round.gangs.iter().filter(|gang| gang.job.is_some_and(|other| other.uid == job.uid));
     let patience = round.world.settings.complete_after;
