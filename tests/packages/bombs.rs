@@ -105,10 +105,7 @@ async fn a_package_with_many_entry_points_is_refused() {
     let python = [Entry::file("lib/flux", b""), Entry::file("lib/python1.0", b"")];
     let python = Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python));
     let packages = [evil, python];
-    let (host, set) = (Host::new(), lock(&packages));
-    for lie in &packages {
-        fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-    }
+    let (host, set) = fetched(&packages);
     let refusal = host.link(&set).await.unwrap_err();
     assert!(refusal.message.contains("has 10001 entry points, more than 10000") && !refusal.transient, "{refusal}");
 }

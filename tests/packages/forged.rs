@@ -135,10 +135,17 @@ pub(super) fn lock(packages: &[Lie]) -> PackageSet {
 pub(super) fn fetched(packages: &[Lie]) -> (Host, PackageSet) {
     let host = Host::new();
     for lie in packages {
-        let extension = lie.file_name.trim_start_matches("evil-1.0-0.").trim_start_matches("good-1.0-0.");
+        let (_, extension) = lie.file_name.split_once("-1.0-0.").unwrap();
         fs::write(host.pkgs().join(format!("{}.{extension}", lie.sha256())), &lie.archive).unwrap();
     }
     (host, lock(packages))
+}
+
+/// The lock says these `lines` about a package too.
+pub(super) fn also_locked(set: PackageSet, package: &Lie, lines: &str) -> PackageSet {
+    let PackageSet::Lock { lock, question } = set else { panic!("not a lock") };
+    let size = format!("  size: {}\n", package.archive.len());
+    PackageSet::Lock { lock: lock.replace(&size, &format!("{size}{lines}")), question }
 }
 
 /// Links `packages`, whose archives are what the lock says, and tells what was said.

@@ -108,10 +108,7 @@ async fn nobody_but_root_can_write_the_scripts_that_a_python_package_asks_for() 
         Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
         Lie::new("evil-1.0-0.conda", conda(&evil, &[])),
     ];
-    let (host, set) = (Host::new(), lock(&packages));
-    for lie in &packages {
-        fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-    }
+    let (host, set) = fetched(&packages);
     host.link(&set).await.unwrap();
     let script = fs::metadata(host.environment(&set).join("bin/evil")).unwrap();
     assert_eq!(script.permissions().mode() & 0o7777, 0o755);
@@ -275,10 +272,7 @@ async fn no_package_writes_through_a_symlink_of_its_own_that_is_moved() {
         Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
         Lie::new("evil-1.0-0.conda", conda(&with_entry_points("evil", &[], &paths), &evil)),
     ];
-    let (host, set) = (Host::new(), lock(&packages));
-    for lie in &packages {
-        fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-    }
+    let (host, set) = fetched(&packages);
     let linked = host.link(&set).await;
     assert!(!job.exists(), "something was written outside");
     let refusal = linked.unwrap_err();
@@ -308,14 +302,9 @@ async fn no_package_has_its_files_put_aside_through_a_symlink_of_its_own() {
             Lie::new("other-1.0-0.conda", conda(&info("other", &honest(&other)), &other)),
             Lie::new("evil-1.0-0.conda", conda(&with_entry_points("evil", &[], &honest(&evil)), &evil)),
         ];
-        let PackageSet::Lock { lock, question } = lock(&packages) else { panic!("not a lock") };
+        let (host, set) = fetched(&packages);
         // Of two that have something in one place, the one that depends on the other wins.
-        let size = format!("  size: {}\n", packages[2].archive.len());
-        let lock = lock.replace(&size, &format!("{size}  depends:\n  - other\n"));
-        let (host, set) = (Host::new(), PackageSet::Lock { lock, question });
-        for lie in &packages {
-            fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-        }
+        let set = also_locked(set, &packages[2], "  depends:\n  - other\n");
         let linked = host.link(&set).await;
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
         let refusal = linked.unwrap_err();
@@ -336,13 +325,8 @@ async fn no_symlink_leaves_the_environment_when_it_is_moved() {
             Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)),
             Lie::new("evil-1.0-0.conda", conda(&with_entry_points("evil", &[], &honest(&evil)), &evil)),
         ];
-        let PackageSet::Lock { lock, question } = lock(&packages) else { panic!("not a lock") };
-        let size = format!("  size: {}\n", packages[0].archive.len());
-        let lock = lock.replace(&size, &format!("{size}  python_site_packages_path: {modules}\n"));
-        let (host, set) = (Host::new(), PackageSet::Lock { lock, question });
-        for lie in &packages {
-            fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-        }
+        let (host, set) = fetched(&packages);
+        let set = also_locked(set, &packages[0], &format!("  python_site_packages_path: {modules}\n"));
         match host.link(&set).await {
             Ok(_) => {
                 assert!(!leads_out, "{modules}: a symlink to {target} was linked");
@@ -376,10 +360,7 @@ async fn no_package_says_where_the_files_of_other_packages_are_put_aside() {
         for name in ["b", "cron.d"] {
             packages.push(Lie::new(&format!("{name}-1.0-0.conda"), conda(&info(name, &honest(&job())), &job())));
         }
-        let (host, set) = (Host::new(), lock(&packages));
-        for lie in &packages {
-            fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-        }
+        let (host, set) = fetched(&packages);
         let refusal = host.link(&set).await.unwrap_err();
         assert!(refusal.message.contains("can't use package a-1.0-0") && !refusal.transient, "{refusal}");
         assert!(refusal.message.contains("would be where files of several packages are put aside"), "{refusal}");
@@ -419,10 +400,7 @@ async fn no_entry_point_is_written_through_a_symlink_or_over_a_file() {
         }
         for mut packages in sets {
             packages.push(Lie::new("python-1.0-0.conda", conda(&info("python", &honest(&python)), &python)));
-            let (host, set) = (Host::new(), lock(&packages));
-            for lie in &packages {
-                fs::write(host.pkgs().join(format!("{}.conda", lie.sha256())), &lie.archive).unwrap();
-            }
+            let (host, set) = fetched(&packages);
             let linked = host.link(&set).await;
             assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "something was written outside");
             let refusal = linked.unwrap_err();

@@ -5,6 +5,7 @@
 //! below 255 or as 255 and a big-endian u32, and its bytes. The parts are: the route and an empty part that ends it,
 //! the topic, the payload, and a header of 20 bytes.
 
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 /// Bytes before a frame's parts.
@@ -210,6 +211,12 @@ pub fn would_take_too_much(json: &[u8]) -> bool {
     estimates.sum::<usize>() > MOST_PARSED
 }
 
+/// Parses JSON that an answer holds in another form, such as escaped or in base64, which hides its values from the look at the answer. None
+/// if it is no such JSON, or [`would_take_too_much`].
+pub fn parse_inner<T: DeserializeOwned>(json: &[u8]) -> Option<T> {
+    (!would_take_too_much(json)).then(|| serde_json::from_slice(json).ok())?
+}
+
 impl Message {
     /// Bytes of memory that it takes.
     pub fn size(&self) -> usize {
@@ -359,6 +366,13 @@ mod tests {
         assert!(would_take_too_much(format!("[{}0]", r#"{"":0},"#.repeat(2_000_000)).as_bytes()));
         let nested = format!("{}{},", "[".repeat(100), "]".repeat(100));
         assert!(would_take_too_much(format!("[{}0]", nested.repeat(40_000)).as_bytes()));
+    }
+
+    #[test]
+    fn json_within_an_answer_has_the_same_bound() {
+        assert_eq!(parse_inner(b"[1]"), Some(json!([1])));
+        assert_eq!(parse_inner::<Value>(b"["), None);
+        assert_eq!(parse_inner::<Value>(format!("[{}0]", "0,".repeat(10_000_000)).as_bytes()), None);
     }
 
     #[test]

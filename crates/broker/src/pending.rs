@@ -6,8 +6,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
-    message::LEAD,
-    message::would_take_too_much,
+    message::{LEAD, parse_inner},
     queues,
     rfc3::{Client, RpcError},
     status::{InstanceStatus, LEAD_TIMEOUT, parse},
@@ -106,9 +105,7 @@ async fn may_begin(client: &Client, id: u64) -> Result<bool, RpcError> {
     let topic = "job-info.lookup";
     let lookup: Lookup =
         parse(topic, client.rpc(topic, LEAD, json!({ "id": id, "keys": ["jobspec"], "flags": 0 })).await?)?;
-    // The answer holds the jobspec as a string, in which escapes such as `\u002c` can hide values from the first estimate.
-    let jobspec = Some(lookup.jobspec).filter(|jobspec| !would_take_too_much(jobspec.as_bytes()));
-    let jobspec = jobspec.and_then(|jobspec| serde_json::from_str(&jobspec).ok()).unwrap_or_default();
+    let jobspec = parse_inner(lookup.jobspec.as_bytes()).unwrap_or_default();
     let is_plain = queue.start && asks_for_cores_alone(&jobspec);
     Ok(is_plain && !gives_whole_nodes(&client.rpc("config.get", LEAD, Value::Null).await?))
 }

@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use super::{
     job_id::JobId,
-    message::{ANY, ENOENT, LEAD},
+    message::{ANY, ENOENT, LEAD, parse_inner},
     rfc3::{Client, RpcError},
     status::{LEAD_TIMEOUT, attribute, parse, state},
 };
@@ -246,7 +246,7 @@ async fn lookup(client: &Client, key: &str) -> Result<Option<Value>, RpcError> {
 /// The value in an answer to `kvs.lookup` (RFC 11).
 fn value<T: DeserializeOwned>(answer: &Value) -> Option<T> {
     let data = BASE64_STANDARD.decode(answer.pointer("/val/data")?.as_str()?).ok()?;
-    serde_json::from_slice(&data).ok()
+    parse_inner(&data)
 }
 
 /// Ensures that the job manager stops its queues when it restarts, if `job-manager.stop-queues-on-restart` says so. That

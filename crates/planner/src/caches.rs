@@ -111,9 +111,7 @@ fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
 /// FluxNodes, which have to fit into etcd. Sets of ranks stay whole: a part of one says that jobs run nowhere else.
 fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
     let Ok(FluxNode { status: Some(status), .. }) = &mut node.0 else { return };
-    if let NodePhase::Other(word) = &mut status.phase {
-        word.truncate(word.floor_char_boundary(LONGEST_TEXT));
-    }
+    let phase = if let NodePhase::Other(word) = &mut status.phase { Some(word) } else { None };
     let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
     let waits_for = status.pods.as_mut().and_then(|pods| pods.waits_for.as_mut());
     let dump = status.dump.as_mut().map(|dump| &mut dump.name);
@@ -129,7 +127,7 @@ fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
         &mut status.damage,
     ];
     let own = own.into_iter().filter_map(Option::as_mut).chain(status.rejected.values_mut());
-    for text in own.chain([last_words, waits_for, dump, prefix, new_instance].into_iter().flatten()) {
+    for text in own.chain([phase, last_words, waits_for, dump, prefix, new_instance].into_iter().flatten()) {
         text.truncate(text.floor_char_boundary(LONGEST_TEXT));
     }
 }

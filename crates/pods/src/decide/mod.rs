@@ -214,9 +214,8 @@ fn serve_gang<'a>(
     let refused = round.world.refused.get(&gang.id).map(|words| Words::refused(words));
     if let Some(words) = refused.or(progress.words) {
         report.refused += usize::from(progress.needed.is_empty());
-        let is_queued = gang.problem.is_none();
-        let place =
-            progress.needed.iter().filter(|_| is_queued).find_map(|job| places.iter().position(|first| first == job));
+        let place_of = |job| places.iter().position(|first| first == job);
+        let place = progress.needed.iter().find_map(place_of).filter(|_| gang.problem.is_none());
         words::tell_waiting(round, memory, gang, &words.with_place(place.map(|place| place + 1)));
     }
 }

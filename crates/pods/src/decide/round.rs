@@ -117,8 +117,11 @@ impl<'a> Round<'a> {
             let record = &bridged.record;
             by_gang.entry(&record.gang).or_default().push((job, bridged));
             if job.is_active() {
-                let first = first_queued.entry(record.gang.clone()).or_insert(record.queued);
-                *first = record.queued.min(*first);
+                // Most gangs are known: none of their names is copied in each decision.
+                match first_queued.get_mut(&record.gang) {
+                    Some(first) => *first = record.queued.min(*first),
+                    None => drop(first_queued.insert(record.gang.clone(), record.queued)),
+                }
             }
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();

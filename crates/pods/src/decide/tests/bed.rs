@@ -101,6 +101,14 @@ impl Bed {
         }
     }
 
+    /// An instance whose nodes have this many cores each, all of which a host job has.
+    pub fn busy(nodes: &[u32]) -> Self {
+        let mut bed = Self::new(nodes);
+        bed.submit_host_job(u32::try_from(nodes.len()).unwrap(), nodes[0]);
+        bed.settle();
+        bed
+    }
+
     pub fn broker(&mut self) -> &mut Broker {
         self.seen.broker.as_mut().unwrap()
     }

@@ -167,9 +167,7 @@ fn a_cancel_of_a_jobs_gang_suspends_the_job() {
 
 #[test]
 fn a_cancel_of_a_gang_that_waits_removes_it() {
-    let mut bed = Bed::new(&[2]);
-    bed.submit_host_job(1, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2]);
     bed.create(gang("g", 2));
     bed.settle();
     bed.cancel(JobId(2), "");

@@ -82,9 +82,7 @@ fn an_incomplete_gang_holds_nothing_and_says_what_is_missing() {
 
 #[test]
 fn a_gang_that_loses_a_pod_before_it_is_bound_holds_nothing() {
-    let mut bed = Bed::new(&[2]);
-    bed.submit_host_job(1, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2]);
     bed.create(gang("g", 2));
     bed.settle();
     assert_eq!(bed.shown_jobs(), ["default/g 2x1 waits"]);
@@ -95,9 +93,7 @@ fn a_gang_that_loses_a_pod_before_it_is_bound_holds_nothing() {
 
 #[test]
 fn a_gang_that_changes_back_and_forth_is_submitted_once() {
-    let mut bed = Bed::new(&[2]);
-    bed.submit_host_job(1, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2]);
     bed.create(gang("g", 2));
     bed.settle();
     for size in [3, 2].repeat(10) {
@@ -110,9 +106,7 @@ fn a_gang_that_changes_back_and_forth_is_submitted_once() {
 
 #[test]
 fn a_gang_that_is_not_whole_any_more_loses_its_place() {
-    let mut bed = Bed::new(&[2]);
-    bed.submit_host_job(1, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2]);
     bed.create(gang("g", 2));
     bed.pass(60 * SECOND);
     bed.create([pod("young", 1)]);
@@ -228,9 +222,7 @@ fn the_wait_status_says_how_the_pods_ended() {
 
 #[test]
 fn a_job_is_submitted_again_if_it_may_run_elsewhere_by_now() {
-    let mut bed = Bed::new(&[1, 1]);
-    bed.submit_host_job(2, 1);
-    bed.settle();
+    let mut bed = Bed::busy(&[1, 1]);
     let mut picky = pod("a", 1);
     plan(&mut picky).rules.selector.insert("gpu".into(), "yes".into());
     bed.create([picky, pod("b", 1)]);
@@ -256,9 +248,7 @@ fn a_job_is_submitted_again_if_it_may_run_elsewhere_by_now() {
 
 #[test]
 fn the_older_gang_is_first_though_it_was_submitted_again() {
-    let mut bed = Bed::new(&[2, 2]);
-    bed.submit_host_job(2, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2, 2]);
     bed.create(gang("old", 2));
     bed.settle();
     bed.set_time(BEGIN + 10 * SECOND);
@@ -276,9 +266,7 @@ fn the_older_gang_is_first_though_it_was_submitted_again() {
 
 #[test]
 fn a_gang_that_could_not_be_submitted_sooner_is_behind_those_that_waited() {
-    let mut bed = Bed::new(&[2, 2]);
-    bed.submit_host_job(2, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2, 2]);
     let mut late = pod("late", 1);
     plan(&mut late).rules.selector.insert("gpu".into(), "yes".into());
     bed.create([late]);
@@ -297,9 +285,7 @@ fn a_gang_that_could_not_be_submitted_sooner_is_behind_those_that_waited() {
 
 #[test]
 fn a_gang_that_no_node_could_take_for_a_while_keeps_its_place() {
-    let mut bed = Bed::new(&[2, 2]);
-    bed.submit_host_job(2, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2, 2]);
     bed.seen.targets.get_mut(&0).unwrap().labels.insert("gpu".into(), "yes".into());
     let mut old = pod("old", 1);
     plan(&mut old).rules.selector.insert("gpu".into(), "yes".into());
@@ -317,9 +303,7 @@ fn a_gang_that_no_node_could_take_for_a_while_keeps_its_place() {
 
 #[test]
 fn gangs_that_flux_has_forgotten_are_queued_by_age() {
-    let mut bed = Bed::new(&[2]);
-    bed.submit_host_job(1, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2]);
     for name in ["b", "c", "a"] {
         bed.create([pod(name, 1)]);
         bed.pass(10 * SECOND);
@@ -362,9 +346,7 @@ fn a_namespace_that_has_not_opted_in_is_told_by_an_event() {
 
 #[test]
 fn a_queued_gang_is_told_its_place_and_becomes_unschedulable_for_autoscalers() {
-    let mut bed = Bed::new(&[2]);
-    bed.submit_host_job(1, 2);
-    bed.settle();
+    let mut bed = Bed::busy(&[2]);
     bed.create([pod("a", 1)]);
     for (time, expected) in [
         (4 * SECOND, ""),
@@ -460,9 +442,7 @@ fn huge() -> PodView {
 
 #[test]
 fn a_pod_that_names_a_node_without_room_takes_nothing_from_others() {
-    let mut bed = Bed::new(&[1]);
-    bed.submit_host_job(1, 1);
-    bed.settle();
+    let mut bed = Bed::busy(&[1]);
     bed.create([pod("waits", 1)]);
     bed.settle();
     let before = bed.shown_jobs();
