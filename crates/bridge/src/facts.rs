@@ -19,7 +19,7 @@ use tracing::debug;
 
 use cluster::{ApiError, call};
 use pods::{
-    facts::{Claim, Facts, KubeJob},
+    facts::{Facts, KubeJob, VolumeClaim},
     pod::PodView,
     record::GangKind,
 };
@@ -63,7 +63,7 @@ impl<T> Entry<T> {
 #[derive(Default)]
 pub(crate) struct Lookups {
     groups: Known<PodGroup>,
-    claims: Known<Claim>,
+    claims: Known<VolumeClaim>,
 }
 
 impl Lookups {
@@ -99,7 +99,7 @@ impl Lookups {
         let group = |((namespace, name), entry): (&Name, &Entry<PodGroup>)| {
             Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), entry.found?.min_member))
         };
-        let claim = |(name, entry): (&Name, &Entry<Claim>)| Some((name.clone(), entry.found.clone()?));
+        let claim = |(name, entry): (&Name, &Entry<VolumeClaim>)| Some((name.clone(), entry.found.clone()?));
         Facts {
             jobs: jobs
                 .iter()
@@ -164,7 +164,7 @@ async fn pod_group(client: &Client, (namespace, name): Name) -> Result<Option<Po
     Ok(found.map(|group| PodGroup { min_member: min_member(group) }))
 }
 
-async fn claim(client: &Client, (namespace, name): Name) -> Result<Option<Claim>, ApiError> {
+async fn claim(client: &Client, (namespace, name): Name) -> Result<Option<VolumeClaim>, ApiError> {
     let claims: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &namespace);
     let found = call(format!("get PersistentVolumeClaim {namespace}/{name}"), claims.get_opt(&name)).await?;
     let Some(spec) = found.and_then(|claim| claim.spec) else { return Ok(None) };
@@ -172,13 +172,13 @@ async fn claim(client: &Client, (namespace, name): Name) -> Result<Option<Claim>
         let volumes: Api<PersistentVolume> = Api::all(client.clone());
         let found = call(format!("get PersistentVolume {volume}"), volumes.get_opt(&volume)).await?;
         let affinity = found.and_then(|volume| volume.spec?.node_affinity?.required);
-        return Ok(Some(Claim::Bound { affinity }));
+        return Ok(Some(VolumeClaim::Bound { affinity }));
     }
-    let Some(class) = spec.storage_class_name else { return Ok(Some(Claim::Unbound)) };
+    let Some(class) = spec.storage_class_name else { return Ok(Some(VolumeClaim::Unbound)) };
     let classes: Api<StorageClass> = Api::all(client.clone());
     let found = call(format!("get StorageClass {class}"), classes.get_opt(&class)).await?;
     let waits = found.and_then(|class| class.volume_binding_mode).as_deref() == Some("WaitForFirstConsumer");
-    Ok(Some(if waits { Claim::WaitsForFirstConsumer } else { Claim::Unbound }))
+    Ok(Some(if waits { VolumeClaim::WaitsForFirstConsumer } else { VolumeClaim::Unbound }))
 }
 
 #[cfg(test)]

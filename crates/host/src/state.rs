@@ -48,14 +48,14 @@ pub fn fresh(root: &Root, order: &ClaimOrder) -> HostState {
     }
 }
 
-/// The claim at a prefix.
+/// Who has claimed a prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Claim {
+pub enum ClaimedBy {
     /// There is no claim, or only one that can't be trusted.
-    None,
-    /// This host's.
-    Ours(HostState),
-    /// Another machine's: nodes share the directory.
+    Nobody,
+    /// This host has.
+    ThisMachine(HostState),
+    /// Another machine has: nodes share the directory.
     AnotherMachine(Machine),
 }
 
@@ -76,14 +76,14 @@ pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
         check_prefix(&pointer.prefix).map_err(|reason| {
             Refusal::new(format!("{}: {reason}; correct it by hand, or move it away", dir.join(POINTER).display()))
         })?;
-        match claim_at(root, &pointer.prefix)? {
-            Claim::Ours(state) => return Ok(Some(state)),
+        match claimed_by(root, &pointer.prefix)? {
+            ClaimedBy::ThisMachine(state) => return Ok(Some(state)),
             // An interrupted claim or removal: the pointer says what to clean.
-            Claim::None => {
+            ClaimedBy::Nobody => {
                 trust::directory(root, &pointer.prefix)?;
                 return Ok(Some(pointer));
             }
-            Claim::AnotherMachine(_) => {}
+            ClaimedBy::AnotherMachine(_) => {}
         }
     }
     Ok(None)
@@ -109,11 +109,11 @@ fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
 /// The state at one prefix, if it is this host's.
 ///
 /// # Errors
-/// As for [`claim_at`].
+/// As for [`claimed_by`].
 pub fn load(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> {
-    match claim_at(root, prefix)? {
-        Claim::Ours(state) => Ok(Some(state)),
-        Claim::None | Claim::AnotherMachine(_) => Ok(None),
+    match claimed_by(root, prefix)? {
+        ClaimedBy::ThisMachine(state) => Ok(Some(state)),
+        ClaimedBy::Nobody | ClaimedBy::AnotherMachine(_) => Ok(None),
     }
 }
 
@@ -121,8 +121,8 @@ pub fn load(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> {
 ///
 /// # Errors
 /// If `state.json` can't be read, is for another prefix, or users other than root could have changed it.
-pub fn claim_at(root: &Root, prefix: &Path) -> Result<Claim, Refusal> {
-    let Some(state) = read(root, prefix, STATE)? else { return Ok(Claim::None) };
+pub fn claimed_by(root: &Root, prefix: &Path) -> Result<ClaimedBy, Refusal> {
+    let Some(state) = read(root, prefix, STATE)? else { return Ok(ClaimedBy::Nobody) };
     if state.prefix != prefix {
         return Err(Refusal::new(format!(
             "{} lists what to undo below {}, which is another directory; correct it by hand, or move it away",
@@ -131,8 +131,8 @@ pub fn claim_at(root: &Root, prefix: &Path) -> Result<Claim, Refusal> {
         )));
     }
     Ok(match &state.machine {
-        Some(machine) if !is_of_this_machine(root, &state) => Claim::AnotherMachine(machine.clone()),
-        _ => Claim::Ours(state),
+        Some(machine) if !is_of_this_machine(root, &state) => ClaimedBy::AnotherMachine(machine.clone()),
+        _ => ClaimedBy::ThisMachine(state),
     })
 }
 

@@ -15,7 +15,7 @@ pub struct Facts {
     /// gang, namespace and name.
     pub pod_groups: BTreeMap<(GangKind, String, String), Option<u32>>,
     /// Volume claims that bridged pods mount, by namespace and name.
-    pub claims: BTreeMap<(String, String), Claim>,
+    pub claims: BTreeMap<(String, String), VolumeClaim>,
 }
 
 impl Facts {
@@ -93,7 +93,7 @@ impl KubeJob {
 
 /// A volume claim.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Claim {
+pub enum VolumeClaim {
     /// It has a volume, which is where `affinity` says; anywhere if that is None.
     Bound {
         /// The volume's spec.nodeAffinity.required

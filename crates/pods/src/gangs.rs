@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
-    facts::{Claim, Facts, KubeJob},
+    facts::{Facts, KubeJob, VolumeClaim},
     pod::PodView,
     record::{GangId, GangKind, is_label_like},
     time::Millis,
@@ -239,11 +239,11 @@ impl<'a> Gang<'a> {
         }
         for claim in plans().flat_map(|(_, plan)| &plan.claims) {
             match known.facts.claims.get(&(self.id.namespace.clone(), claim.clone())) {
-                Some(Claim::Bound { .. }) => {}
-                Some(Claim::WaitsForFirstConsumer) => {
+                Some(VolumeClaim::Bound { .. }) => {}
+                Some(VolumeClaim::WaitsForFirstConsumer) => {
                     return Some(Unsupported::WaitForFirstConsumer(claim.clone()).into());
                 }
-                Some(Claim::Unbound) | None => return Some(Problem::NoVolume(claim.clone())),
+                Some(VolumeClaim::Unbound) | None => return Some(Problem::NoVolume(claim.clone())),
             }
         }
         let staying = self.members.iter().filter(|pod| pod.stays()).count();

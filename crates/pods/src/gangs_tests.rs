@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    facts::{Claim, Facts},
+    facts::{Facts, VolumeClaim},
     fixture::{annotated, bound, kube_job, of_job, plan, pod},
     gangs::{Gang, Known, Problem, gangs},
     pod::{Phase, PodView},
@@ -180,9 +180,9 @@ fn a_gang_that_cant_be_submitted_says_why() {
     unknown.hints.pod_group = Some("unknown".into());
     let mut facts = facts();
     for (name, claim) in [
-        ("bound", Claim::Bound { affinity: None }),
-        ("unbound", Claim::Unbound),
-        ("lazy", Claim::WaitsForFirstConsumer),
+        ("bound", VolumeClaim::Bound { affinity: None }),
+        ("unbound", VolumeClaim::Unbound),
+        ("lazy", VolumeClaim::WaitsForFirstConsumer),
     ] {
         facts.claims.insert(("default".into(), name.into()), claim);
     }

@@ -6,7 +6,7 @@ use api::Rank;
 
 use crate::{
     check::{Shortfall, room},
-    facts::{Claim, Facts},
+    facts::{Facts, VolumeClaim},
     gangs::Gang,
     node_rules::selects,
     pod::{Plan, PodView},
@@ -150,7 +150,7 @@ fn reason_against(target: &Target, gang: &Gang, plans: &[&Plan], largest: &Reque
         return Some(Reason::Taint(format!("{}:{}", taint.key, taint.effect)));
     }
     let reaches = |claim: &String| match limits.facts.claims.get(&(gang.id.namespace.clone(), claim.clone())) {
-        Some(Claim::Bound { affinity: Some(affinity) }) => selects(affinity, &target.node, &target.labels),
+        Some(VolumeClaim::Bound { affinity: Some(affinity) }) => selects(affinity, &target.node, &target.labels),
         _ => true,
     };
     if !plans.iter().flat_map(|plan| &plan.claims).all(reaches) {

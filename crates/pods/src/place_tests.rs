@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{
     check::{Shortfall, check},
-    facts::{Claim, Facts},
+    facts::{Facts, VolumeClaim},
     fixture::{annotated, plan, pod, targets},
     gangs::{Gang, Known, gangs},
     place::{Limits, NoPlace, Place, place},
@@ -49,7 +49,7 @@ fn a_gang_may_run_where_its_rules_its_volumes_and_the_room_permit() {
         json!({"nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}]});
     let zone: NodeSelector = serde_json::from_value(zone).unwrap();
     let mut facts = Facts::default();
-    facts.claims.insert(("default".into(), "data".into()), Claim::Bound { affinity: Some(zone) });
+    facts.claims.insert(("default".into(), "data".into()), VolumeClaim::Bound { affinity: Some(zone) });
     let in_zone: fn(&mut BTreeMap<Rank, Target>) = |targets| {
         targets.get_mut(&1).unwrap().labels.insert("zone".into(), "a".into());
     };

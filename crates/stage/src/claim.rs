@@ -16,7 +16,7 @@ use host::{
     files::{aside, missing_parents},
     lock::{HostLock, LOCK, LOCK_REPLACING, WAIT},
     opening::path_of,
-    state::{self, Claim, ENVIRONMENTS, POINTER, STATE},
+    state::{self, ClaimedBy, ENVIRONMENTS, POINTER, STATE},
     statedir::{self, STATEDIR},
     trust,
 };
@@ -70,8 +70,8 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
 
     let _lock = HostLock::take(root, &order.prefix, WAIT)?;
     // Looked up again: another machine that shares the directory may have held the lock.
-    match state::claim_at(root, &order.prefix)? {
-        Claim::Ours(found) => {
+    match state::claimed_by(root, &order.prefix)? {
+        ClaimedBy::ThisMachine(found) => {
             check_same_claim(&found, order)?;
             let machine = state.machine.or_else(|| found.machine.clone());
             let updated = HostState { uninstall: order.uninstall.clone(), machine, ..found.clone() };
@@ -80,8 +80,8 @@ pub fn claim(root: &Root, order: &ClaimOrder) -> Result<(), Refusal> {
                 state::save(root, &updated)?;
             }
         }
-        Claim::None => state::save(root, &state)?,
-        Claim::AnotherMachine(machine) => return Err(Refusal::new(claimed_by_another(&order.prefix, &machine))),
+        ClaimedBy::Nobody => state::save(root, &state)?,
+        ClaimedBy::AnotherMachine(machine) => return Err(Refusal::new(claimed_by_another(&order.prefix, &machine))),
     }
     for name in DIRECTORIES {
         trust::make_closed_directory(root, &order.prefix.join(name), 0o755)?;
@@ -95,10 +95,10 @@ fn find_claim(root: &Root, prefix: &Path) -> Result<Option<HostState>, Refusal> 
     if let Some(found) = state::find(root)? {
         return Ok(Some(found));
     }
-    match state::claim_at(root, prefix)? {
-        Claim::None => Ok(None),
-        Claim::Ours(found) => state::write_pointer(root, &found).map(|()| Some(found)),
-        Claim::AnotherMachine(machine) => Err(Refusal::new(claimed_by_another(prefix, &machine))),
+    match state::claimed_by(root, prefix)? {
+        ClaimedBy::Nobody => Ok(None),
+        ClaimedBy::ThisMachine(found) => state::write_pointer(root, &found).map(|()| Some(found)),
+        ClaimedBy::AnotherMachine(machine) => Err(Refusal::new(claimed_by_another(prefix, &machine))),
     }
 }
 

@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::{
     AgentArguments, AgentError, client,
     error::StepError,
-    execute::install::{self, Claim, Installing, Wanted},
+    execute::install::{self, Claimant, Installing, Wanted},
     inputs::{
         assignment::{Assignment, agreed},
         broker_state,
@@ -66,7 +66,7 @@ pub async fn manual_step(step: ManualStep, arguments: AgentArguments) -> Result<
     let instance = instance.ok_or_else(|| AgentError::Precondition(format!("there is no FluxInstance {INSTANCE}")))?;
     let ops = NodeOps { host: Arc::new(NsHost::open()?), client: client.clone(), address: arguments.host_ip };
     let instance_uid = instance.uid().unwrap_or_default();
-    let claim = Claim { instance_uid: &instance_uid, uninstall: &instance.spec.uninstall };
+    let claim = Claimant { instance_uid: &instance_uid, uninstall: &instance.spec.uninstall };
     let set = read_packages(&client).await?.into_iter().next();
     let mut spec = instance.spec.clone();
     let node = call(format!("get FluxNode {name}"), nodes.get_opt(name)).await?;
@@ -165,7 +165,7 @@ async fn install_shown(
     set: &PackageSet,
     packages: &Packages,
     peers: Vec<String>,
-    claim: Claim<'_>,
+    claim: Claimant<'_>,
     output: OutputFormat,
 ) -> Result<(), StepError> {
     if !is_installed(preflight, set) {
@@ -227,7 +227,7 @@ mod tests {
         let preflight = preflight(prefix.path());
         let packages = Packages::default();
         let uninstall = Default::default();
-        let claim = Claim { instance_uid: "uid", uninstall: &uninstall };
+        let claim = Claimant { instance_uid: "uid", uninstall: &uninstall };
         let installing = || install_shown(&ops, &preflight, &set, &packages, Vec::new(), claim, OutputFormat::Text);
         assert!(installing().await.is_err(), "there is nothing yet");
         assert!(!host.take_orders().is_empty());

@@ -44,14 +44,14 @@ pub struct Wanted<'a> {
     /// Nodes to ask before the source.
     pub peers: Vec<String>,
     /// The claim to make on the host first.
-    pub claim: Claim<'a>,
+    pub claim: Claimant<'a>,
     /// A broker runs here. The installation is not urgent then, and does not hold the host's lock for as long as a slow network takes.
     pub beside_a_broker: bool,
 }
 
 /// The FluxInstance for which an installation claims the host.
 #[derive(Debug, Clone, Copy)]
-pub struct Claim<'a> {
+pub struct Claimant<'a> {
     /// metadata.uid of the FluxInstance.
     pub instance_uid: &'a str,
     /// How the instance is to end.
@@ -213,7 +213,7 @@ mod tests {
         }
         let ops = ops(Arc::new(host));
         let preflight = Preflight { platform: "linux-64".to_owned(), ..preflight(prefix) };
-        let claim = Claim { instance_uid: "uid", uninstall: &Uninstall::default() };
+        let claim = Claimant { instance_uid: "uid", uninstall: &Uninstall::default() };
         let wanted = Wanted { set, packages: &Packages::default(), peers: Vec::new(), claim, beside_a_broker };
         let mut was_fetched = false;
         let report = |event| was_fetched |= matches!(event, Installing::Fetched);

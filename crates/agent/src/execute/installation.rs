@@ -11,7 +11,7 @@ use tracing::info;
 
 use super::{
     Outcome,
-    install::{Claim, Installing, Wanted, install},
+    install::{Claimant, Installing, Wanted, install},
 };
 use crate::{
     agent::Agent,
@@ -107,7 +107,7 @@ pub async fn install_package_set(
     let (instance_uid, mut arrived) = (agent.sources.instance_uid().to_owned(), agent.background.serving.watch());
     let (prefix, beside_a_broker) = (preflight.prefix.clone(), is_beside_a_broker(step));
     let work = async move {
-        let claim = Claim { instance_uid: &instance_uid, uninstall: &uninstall };
+        let claim = Claimant { instance_uid: &instance_uid, uninstall: &uninstall };
         let wanted = Wanted { set: &set, packages: &packages, peers, claim, beside_a_broker };
         let report = |event| {
             if let Installing::Fetching(now) = &event {

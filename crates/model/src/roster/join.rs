@@ -15,6 +15,9 @@ use crate::{
 };
 use api::{Rank, Roster, RosterEntry};
 
+/// The revision of an entry that is new in this round. [`super::decide`] numbers what has changed.
+const NOT_NUMBERED: u64 = 0;
+
 /// In a deep tree, moves a member to a free rank elsewhere if its broker is out of the overlay and its parent can't
 /// come back by itself.
 pub(super) fn relocate_stranded(seen: &Observed, members: &Members, roster: &mut Roster) {
@@ -41,7 +44,7 @@ pub(super) fn relocate_stranded(seen: &Observed, members: &Members, roster: &mut
         let moved = old.clone();
         old.vacate();
         let broker_name = broker_name(roster, free);
-        roster.ranks.insert(free, RosterEntry { broker_name, reserved_for: None, revision: 0, ..moved });
+        roster.ranks.insert(free, RosterEntry { broker_name, reserved_for: None, revision: NOT_NUMBERED, ..moved });
     }
 }
 
@@ -85,7 +88,7 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         let Some(rank) = own.or_else(&mut next) else { continue };
         let broker_name = broker_name(roster, rank);
         let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
-        let joined = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, 0);
+        let joined = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, NOT_NUMBERED);
         roster.ranks.insert(rank, joined);
         with_rank.insert(node.uid.clone());
     }

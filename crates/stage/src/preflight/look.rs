@@ -53,7 +53,7 @@ fn examine_place(root: &Root, prefix: PathBuf, is_claimed: bool) -> Result<Place
     });
     let FileSystem { room, is_read_only, is_noexec } = FileSystem::of(&parent).unwrap_or_default();
     let (shared, warning) = if is_claimed { (None, shared) } else { (shared, None) };
-    let trouble = if let state::Claim::AnotherMachine(machine) = state::claim_at(root, &prefix)? {
+    let trouble = if let state::ClaimedBy::AnotherMachine(machine) = state::claimed_by(root, &prefix)? {
         Some(claimed_by_another(&prefix, &machine))
     } else if shared.is_some() {
         shared
