@@ -2,6 +2,7 @@
 //! is from.
 
 use serde_json::json;
+use sha2::{Digest, Sha256};
 use tar::EntryType;
 
 use super::{forged::*, verify::verify, *};
@@ -427,6 +428,26 @@ async fn a_package_has_no_symlink_to_where_users_can_write() {
             let words = format!("its entry lib/x.so is a symlink to {target}, and users can write to {place}");
             assert!(refusal.message.contains(&words) && !refusal.transient, "{refusal}");
         }
+    }
+}
+
+#[tokio::test]
+async fn what_a_symlink_leads_to_is_not_read_though_the_package_calls_it_a_file() {
+    let outside = outside();
+    let secret = outside.path().join("secret");
+    fs::write(&secret, "not yours").unwrap();
+    let content = [Entry::file("bin/flux", b"#!/bin/sh\n"), Entry::symlink("lib/x", secret.to_str().unwrap())];
+    let mut paths = honest(&content);
+    paths[1] = json!({"_path": "lib/x", "path_type": "hardlink"});
+    for lie in Lie::both(&info("evil", &paths), &content) {
+        let (host, set) = fetched(&[lie]);
+        host.link(&set).await.unwrap();
+        let record = fs::read_to_string(host.environment(&set).join("conda-meta/evil-1.0-0.json")).unwrap();
+        assert!(
+            !record.contains(&hex::encode(Sha256::digest(b"not yours"))),
+            "the record has the sha256 of a file of the host: {record}"
+        );
+        assert_eq!(fs::read_link(host.environment(&set).join("lib/x")).unwrap(), secret);
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::trial_user::{Ended, command, run};
-use host::child::is_of_another_architecture;
+use host::{child::is_of_another_architecture, opening::open_plain};
 use hostapi::Refusal;
 
 /// The programs that run on every node, relative to the environment.
@@ -265,7 +265,8 @@ fn last_line(text: &str) -> String {
 /// True for an ELF file. Scripts are not tried: they have no libraries, and running them could do anything.
 fn is_elf(path: &Path) -> bool {
     let mut magic = [0; 4];
-    File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"\x7fELF"
+    // A symlink of the package may lead to a device of the host, which is not even opened.
+    path.is_file() && open_plain(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"\x7fELF"
 }
 
 /// The libraries and versions that the loader did not find, from its list: `libx.so.1 => not found`, and

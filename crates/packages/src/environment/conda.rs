@@ -8,8 +8,7 @@
 //! Packages' link scripts don't run: they are shell scripts, and no package that Flux needs has one.
 
 use std::{
-    borrow::Cow,
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::BTreeMap,
     fs::{self, File},
     io::{self, BufWriter, Seek, Write},
     os::unix::fs::MetadataExt,
@@ -31,9 +30,10 @@ use crate::{
         arrivals::Arrivals,
         clobbers::has_clobbers,
         entry_points::Programs,
-        extract::{check_copies, check_metadata, check_paths, check_site_packages, extract, leads_out},
+        extract::{check_copies, check_metadata, check_paths, check_site_packages, extract},
         failed,
         limits::Memory,
+        places::Places,
         refused, room,
     },
     fetch::archive,
@@ -108,7 +108,8 @@ impl Build<'_> {
             if let Some(wrong) = programs.add(&name, &directory, &index, &paths, linker.python.as_ref()) {
                 return Err(refused(wrong));
             }
-            if let Err(error) = linker.check_places(&directory, &index, &paths) {
+            let places = Places::new(&paths, &index, linker.python.as_ref());
+            if let Err(error) = places.check(&directory, linker.partial.path()) {
                 let url = shown(package.record.url.as_str());
                 return Err(refused(format!("can't use package {name} from {url}: {error}")));
             }
@@ -224,9 +225,9 @@ impl Build<'_> {
                 let unreadable =
                     |what: &str, e: io::Error| UnpackError::Archive(format!("its {what} can't be read: {e}"));
                 check_metadata(&directory, &contents)?;
-                let paths = PathsJson::from_package_directory_with_deprecated_fallback(&directory)
+                let mut paths = PathsJson::from_package_directory_with_deprecated_fallback(&directory)
                     .map_err(|e| unreadable("list of files", e))?;
-                check_paths(&paths, &contents)?;
+                check_paths(&mut paths, &contents)?;
                 check_copies(&directory, &paths, self.ready, packed, Limits::default())?;
                 let index =
                     IndexJson::from_package_directory(&directory).map_err(|e| unreadable("info/index.json", e))?;
@@ -331,62 +332,6 @@ impl<'a> Linker<'a> {
             external_symlink_policy: ExternalSymlinkPolicy::Allow,
             ..InstallOptions::default()
         }
-    }
-
-    /// Checks where a package's entries would be, before rattler puts them there. rattler
-    /// - makes directories through other packages' symlinks, even for files that it then puts aside,
-    /// - overwrites one entry with another one of the same package in the same place,
-    /// - moves files aside through a symlink of the same package above them.
-    fn check_places(&self, unpacked: &Path, index: &IndexJson, paths: &PathsJson) -> Result<(), UnpackError> {
-        let root = self.partial.path();
-        let root = root.canonicalize().map_err(|source| UnpackError::write(root, source))?;
-        let python = self.python.as_ref().filter(|_| index.noarch.is_python());
-        let entries = paths.paths.iter().map(|entry| &entry.relative_path);
-        let place_of =
-            |path| python.map_or(Path::new(path).into(), |python| python.get_python_noarch_target_path(path));
-        let places: Vec<(&PathBuf, Cow<Path>)> = entries.map(|path| (path, place_of(path))).collect();
-        let refuse = |path: &Path, reason| Err(UnpackError::Entry { path: path.display().to_string(), reason });
-        let mut taken: HashMap<&Path, &PathBuf> = HashMap::new();
-        for (path, place) in &places {
-            // The same path twice is the same file, and harmless.
-            if taken.insert(place, path).is_some_and(|other| other != *path) {
-                return refuse(path, "would be in the place of another one of its entries".to_owned());
-            }
-        }
-        let mut directories = HashSet::new();
-        for (path, place) in &places {
-            for directory in place.ancestors().skip(1) {
-                if !directories.insert(directory) {
-                    break;
-                }
-                let is_directory =
-                    |entry: &&PathBuf| unpacked.join(entry).symlink_metadata().is_ok_and(|it| it.is_dir());
-                if let Some(above) = taken.get(directory).filter(|entry| !is_directory(entry)) {
-                    return refuse(path, format!("would be below another one of its entries, {}", above.display()));
-                }
-                let target = root.join(directory);
-                // A symlink may lead nowhere until rattler makes this package's own directories.
-                let is_absent = target.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
-                if !is_absent && !target.canonicalize().is_ok_and(|found| found.starts_with(&root)) {
-                    let directory = directory.display();
-                    return refuse(
-                        path,
-                        format!(
-                            "would be written through {directory}, another package's symlink, which leads out of the environment or to nothing"
-                        ),
-                    );
-                }
-            }
-            // Only here is it known where a package for any Python has its modules, and how far up a symlink leads.
-            if python.is_some()
-                && let Ok(target) = fs::read_link(unpacked.join(path))
-                && target.is_relative()
-                && let Some(reason) = leads_out(place, &target)
-            {
-                return refuse(path, reason);
-            }
-        }
-        Ok(())
     }
 
     /// Writes a package's record. Not synced, unlike rattler does: the whole environment is synced once before it is

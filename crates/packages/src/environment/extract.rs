@@ -252,8 +252,8 @@ pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<()
 }
 
 /// Checks the package's list of files, which the linker trusts.
-pub(crate) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), UnpackError> {
-    for entry in &paths.paths {
+pub(crate) fn check_paths(paths: &mut PathsJson, contents: &Contents) -> Result<(), UnpackError> {
+    for entry in &mut paths.paths {
         let path = &entry.relative_path;
         let refuse = |reason: &str| {
             Err(UnpackError::Entry { path: path.display().to_string(), reason: format!("in info/paths.json {reason}") })
@@ -273,7 +273,8 @@ pub(crate) fn check_paths(paths: &PathsJson, contents: &Contents) -> Result<(), 
         let is_read = entry.prefix_placeholder.is_some() || entry.no_link;
         match (entry.path_type, contents.get(path)) {
             (PathType::HardLink, Some(Kind::File)) | (PathType::SoftLink, Some(Kind::Symlink)) => {}
-            (PathType::HardLink, Some(Kind::Symlink)) if !is_read => {}
+            // As a hard link, rattler would open what the symlink leads to, to find its sha256: a device, or any file of the host.
+            (PathType::HardLink, Some(Kind::Symlink)) if !is_read => entry.path_type = PathType::SoftLink,
             // Of the archive itself: below a symlink in it, rattler would copy a file of the host.
             (PathType::Directory, Some(Kind::Directory)) => {}
             (_, None) => return refuse("is not in the archive"),

@@ -17,6 +17,7 @@ pub(crate) mod guard;
 pub(crate) mod limits;
 pub(crate) mod mend;
 pub(crate) mod opened;
+mod places;
 pub(crate) mod records;
 pub(crate) mod room;
 pub(crate) mod transaction;
