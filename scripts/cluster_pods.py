@@ -343,7 +343,7 @@ class Pods(PodCluster):
         return json.loads(kubectl("get", "job", name, "-o", "json"))
 
     def deletions(self):
-        """Forty pods and gangs deleted at random moments: a core is free 2 s after its pod is gone, 12 s if that was forced, and
+        """Two hundred pods and gangs deleted at random moments: a core is free 2 s after its pod is gone, 12 s if that was forced, and
         never while the pod runs."""
         moments = ["at once", "soon", "bound", "pulling", "running", "terminating", "forced"]
 
@@ -367,7 +367,7 @@ class Pods(PodCluster):
             return name, moment, time.time()
 
         with ThreadPoolExecutor(8) as pool:
-            deleted = [pool.submit(one, number) for number in range(40)]
+            deleted = [pool.submit(one, number) for number in range(200)]
             while not all(each.done() for each in deleted):
                 self.runs_on_its_cores()
             deleted = [each.result() for each in deleted]

@@ -61,7 +61,13 @@ enum UnreadableSet {
     /// Whoever can answer in the place of a broker could otherwise take all memory.
     #[error("it has more than {MOST_DECLARED} ids of cores and other resources on all ranks together")]
     TooMany,
+    /// Each rank gets a copy of it.
+    #[error("it has a kind of resource with a name of {0} bytes, more than {LONGEST_KIND}")]
+    LongKind(usize),
 }
+
+/// Longest name of a kind of resource, in bytes. Flux has `core` and `gpu`.
+const LONGEST_KIND: usize = 64;
 
 impl TryFrom<Written> for ResourceSet {
     type Error = UnreadableSet;
@@ -71,12 +77,16 @@ impl TryFrom<Written> for ResourceSet {
         let mut entry = |written: WrittenEntry| {
             let rank: IdSet = written.rank.parse()?;
             let mut children = BTreeMap::new();
-            // Charged as if expanded, as `by_rank` does; at least 1, because an entry without ranks takes memory, too.
+            // Charged as if expanded, as `by_rank` does; at least 1, because an entry without ranks, or a kind without ids, takes memory, too.
             let each = rank.len().max(1) as u64;
             left = left.checked_sub(each).ok_or(UnreadableSet::TooMany)?;
             for (kind, ids) in written.children {
+                if kind.len() > LONGEST_KIND {
+                    return Err(UnreadableSet::LongKind(kind.len()));
+                }
                 let ids: IdSet = ids.parse()?;
-                left = left.checked_sub(each * ids.len() as u64).ok_or(UnreadableSet::TooMany)?;
+                let on_each = ids.len().max(1) as u64;
+                left = left.checked_sub(each * on_each).ok_or(UnreadableSet::TooMany)?;
                 children.insert(kind, ids);
             }
             Ok(Entry { rank, children })
@@ -156,6 +166,13 @@ mod tests {
         assert!(!read(vec![entry("0-65535", "0-65535")]));
         assert!(!read(vec![entry("0", "0-65535"); 300]));
         assert!(!read(vec![entry("", "0-65535"); 300]));
+        let kinds = |kinds: Vec<String>| {
+            let children: serde_json::Map<_, _> = kinds.into_iter().map(|kind| (kind, json!(""))).collect();
+            vec![json!({"rank": "0-65535", "children": children})]
+        };
+        assert!(read(kinds(vec!["k".repeat(64)])));
+        assert!(!read(kinds(vec!["k".repeat(65)])), "65536 copies of a long name");
+        assert!(!read(kinds((0..300).map(|kind| format!("k{kind}")).collect())), "300 kinds without ids on each rank");
     }
 
     #[test]

@@ -424,9 +424,14 @@ async fn loaded_names(client: &Client) -> Result<BTreeMap<u32, String>, RpcError
     let Loaded { bootstrap, resource } = parse("config.get", client.rpc("config.get", LEAD, Value::Null).await?)?;
     let names = match bootstrap {
         Some(_) => hostlist::decode(&attribute(client, "hostlist").await?),
-        None => resource.config.iter().flat_map(|entry| hostlist::decode(&entry.hosts)).collect(),
+        None => names_of_ranks(resource.config.iter().map(|entry| entry.hosts.as_str())),
     };
     Ok((0..).zip(names).collect())
+}
+
+/// The names that `lists` stand for together, as many as an instance has ranks: each list alone may stand for a million.
+fn names_of_ranks<'a>(lists: impl Iterator<Item = &'a str>) -> Vec<String> {
+    lists.flat_map(hostlist::decode).take(MOST_RANKS as usize).collect()
 }
 
 async fn scheduled(client: &Client) -> Result<Scheduled, RpcError> {
@@ -456,4 +461,16 @@ impl Scheduled {
 
 pub(super) fn parse<T: DeserializeOwned>(topic: &str, value: Value) -> Result<T, RpcError> {
     serde_json::from_value(value).map_err(|source| RpcError::Payload { topic: topic.to_owned(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_hosts_together_stand_for_no_more_names_than_an_instance_has_ranks() {
+        assert_eq!(names_of_ranks(["n[1-2]", "m"].into_iter()), ["n1", "n2", "m"]);
+        let names = names_of_ranks(std::iter::repeat_n("n[0-1048575]", 100_000));
+        assert_eq!(names.len(), MOST_RANKS as usize);
+    }
 }

@@ -12,7 +12,7 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2, readlinkat};
 
 /// The directory that `path` is in, and its name there.
 ///
@@ -121,6 +121,14 @@ pub fn look_in(directory: &File, name: &OsStr) -> io::Result<fs::Metadata> {
 /// If there is nothing.
 pub fn open_only_path(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags((OFlag::O_PATH | OFlag::O_NOFOLLOW).bits()).open(path)
+}
+
+/// Where the symlink leads that [`open_only_path`] has found, even if another one has taken its place since.
+///
+/// # Errors
+/// `NotFound` if it is no symlink.
+pub fn target_of(symlink: &File) -> io::Result<PathBuf> {
+    Ok(readlinkat(symlink, "")?.into())
 }
 
 /// True if something is at `path`, a symlink too. Does not ask what a user may have mounted over it.

@@ -9,7 +9,7 @@ use std::{
 
 use host::{
     files::FileError,
-    opening::{look_in, open_plain_below},
+    opening::{look_in, open_only_path, open_plain_below, target_of},
     trust::{is_own, is_trusted},
 };
 
@@ -55,16 +55,17 @@ pub(crate) fn rename_target(path: &Path) -> io::Result<PathBuf> {
 
 /// Where `path` points to, if it is a symlink.
 fn pointed_to(path: &Path) -> io::Result<Option<PathBuf>> {
-    let link = fs::symlink_metadata(path)?;
-    if !link.is_symlink() {
+    // One look: another user may put another symlink there between two.
+    let link = open_only_path(path)?;
+    let found = link.metadata()?;
+    if !found.is_symlink() {
         return Ok(None);
     }
-    // Its owner can point it elsewhere between two looks.
-    if !is_trusted(link.uid()) {
-        let words = format!("it is a symlink that the user with uid {} has made; name another file", link.uid());
+    if !is_trusted(found.uid()) {
+        let words = format!("it is a symlink that the user with uid {} has made; name another file", found.uid());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, words));
     }
-    Ok(Some(directory_of(path).join(fs::read_link(path)?)))
+    Ok(Some(directory_of(path).join(target_of(&link)?)))
 }
 
 /// The directory of a file.
