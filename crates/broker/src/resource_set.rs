@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use api::{IdSet, MOST_DECLARED, NotAnIdSet};
+use api::{IdSet, MOST_DECLARED, MOST_RANKS, NotAnIdSet};
 use model::hostlist;
 
 /// An amount of resources, and the ranks that have them.
@@ -120,7 +120,7 @@ impl ResourceSet {
     /// The names of its ranks. A nodelist is in rank order (RFC 20).
     pub(super) fn names(&self) -> BTreeMap<u32, String> {
         let names = self.nodelist.iter().flat_map(|names| hostlist::decode(names));
-        self.amount().ranks.0.into_iter().zip(names).collect()
+        self.amount().ranks.0.into_iter().zip(names).take(MOST_RANKS as usize).collect()
     }
 
     /// Number of cores by rank.

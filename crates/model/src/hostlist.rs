@@ -1,8 +1,10 @@
 //! Hostlists (RFC 29), such as `node[1-4,7],login`.
 
-/// Maximum number of hosts in a decoded list. No instance has as many ranks: a longer list is a mistake or an attempt
+use api::MOST_RANKS;
+
+/// Maximum number of hosts in a decoded list. No instance has more ranks: a longer list is a mistake or an attempt
 /// to exhaust memory.
-const MOST_HOSTS: usize = 1 << 20;
+const MOST_HOSTS: usize = MOST_RANKS as usize;
 /// Longest name of a host, in bytes (RFC 1123).
 const LONGEST_HOST: usize = 253;
 /// Maximum number of digits in a host's number, including leading zeros.
@@ -21,8 +23,8 @@ pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
     groups.iter().map(Group::text).collect::<Vec<_>>().join(",")
 }
 
-/// Reads a hostlist as a broker writes it, with at most one bracket in each name. Stops after about a million (2²⁰) hosts. Text
-/// that is not a hostlist is read as a name.
+/// Reads a hostlist as a broker writes it, with at most one bracket in each name. Stops after as many hosts as an instance has ranks, and
+/// leaves out names that are too long for a host. Text that is not a hostlist is read as a name.
 pub fn decode(list: &str) -> Vec<String> {
     let mut hosts = Vec::new();
     let mut depth = 0_usize;
@@ -35,9 +37,11 @@ pub fn decode(list: &str) -> Vec<String> {
         c == ',' && depth == 0
     });
     for name in names.filter(|name| !name.is_empty()) {
+        if hosts.len() >= MOST_HOSTS {
+            break;
+        }
         match name.split_once('[').and_then(|(prefix, rest)| Some((prefix, rest.split_once(']')?))) {
-            // A few bytes can stand for a million names: a longer one is no list of hosts.
-            Some((prefix, (_, suffix))) if prefix.len() + suffix.len() > LONGEST_HOST => hosts.push(name.to_owned()),
+            Some((prefix, (_, suffix))) if prefix.len() + suffix.len() > LONGEST_HOST => {}
             Some((prefix, (ranges, suffix))) => {
                 for range in ranges.split(',') {
                     let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -49,6 +53,7 @@ pub fn decode(list: &str) -> Vec<String> {
                     }
                 }
             }
+            None if name.len() > LONGEST_HOST => {}
             None => hosts.push(name.to_owned()),
         }
     }
@@ -128,12 +133,16 @@ impl Range {
 
 #[cfg(test)]
 mod tests {
-    use super::{decode, encode};
+    use super::{MOST_HOSTS, decode, encode};
 
     #[test]
     fn a_few_bytes_do_not_stand_for_a_million_long_names() {
         let long = format!("{}[0-1048575]", "a".repeat(254));
-        assert_eq!(decode(&long), [long]);
+        assert!(decode(&long).is_empty());
+        assert!(decode(&"a".repeat(254)).is_empty());
+        for list in ["n[0-1048575]", "n[0-9999],m[0-9999]", &"n,".repeat(100_000)] {
+            assert_eq!(decode(list).len(), MOST_HOSTS, "{list:.20}");
+        }
         assert_eq!(decode("n[1-2]x"), ["n1x", "n2x"]);
     }
 
@@ -162,7 +171,7 @@ mod tests {
 
     #[test]
     fn a_list_that_would_exhaust_memory_is_cut() {
-        assert_eq!(decode("n[0-18446744073709551615]").len(), 1 << 20);
+        assert_eq!(decode("n[0-18446744073709551615]").len(), MOST_HOSTS);
         assert_eq!(decode(&format!("n[{}1-2]", "0".repeat(70_000))), Vec::<String>::new());
     }
 }

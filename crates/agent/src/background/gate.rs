@@ -36,6 +36,8 @@ pub async fn follow(client: Client, name: String, mut ready: watch::Receiver<Opt
                 ready.changed().await
             }
             Err(error) => {
+                // It may have been written: if the answer is lost, an API server under load writes it seconds later.
+                written = None;
                 debug!(error = base::error_chain(&error), "the pod's readiness could not be written");
                 // An older manifest does not permit it, and has no readiness gate either.
                 let pause = if error.code() == Some(403) { FORBIDDEN_AGAIN } else { AGAIN };
@@ -59,5 +61,45 @@ async fn write(pods: &Api<Pod>, name: &str, ready: bool) -> Result<(), ApiError>
         // This agent runs in no pod.
         Err(error) if error.code() == Some(404) => Ok(()),
         written => written.map(drop),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    };
+
+    use http::{Request, Response, StatusCode};
+    use kube::client::Body;
+    use tokio::sync::mpsc;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_write_whose_answer_is_lost_is_not_taken_for_one_that_was_not_made() {
+        let (sender, mut asked) = mpsc::unbounded_channel();
+        let count = Arc::new(AtomicUsize::new(0));
+        let service = tower::service_fn(move |_: Request<Body>| {
+            let number = count.fetch_add(1, Ordering::Relaxed);
+            sender.send(number).unwrap();
+            // The second write is made, and its answer is lost.
+            let status = if number == 1 { StatusCode::GATEWAY_TIMEOUT } else { StatusCode::OK };
+            let pod = json!({"metadata": {"name": "agent"}}).to_string();
+            async move {
+                Ok::<_, std::convert::Infallible>(
+                    Response::builder().status(status).body(Body::from(pod.into_bytes())).unwrap(),
+                )
+            }
+        });
+        let (ready, receiver) = watch::channel(Some(true));
+        let following = tokio::spawn(follow(Client::new(service, NAMESPACE), "agent".to_owned(), receiver));
+        assert_eq!(asked.recv().await, Some(0));
+        ready.send(Some(false)).unwrap();
+        assert_eq!(asked.recv().await, Some(1));
+        ready.send(Some(true)).unwrap();
+        assert_eq!(asked.recv().await, Some(2), "the condition says True again");
+        following.abort();
     }
 }

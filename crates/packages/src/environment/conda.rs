@@ -30,7 +30,7 @@ use crate::{
         arrivals::Arrivals,
         clobbers::has_clobbers,
         entry_points::Programs,
-        extract::{check_copies, check_metadata, check_paths, check_site_packages, extract},
+        extract::{check_and_correct_paths, check_copies, check_metadata, check_site_packages, extract},
         failed,
         limits::Memory,
         places::Places,
@@ -227,7 +227,7 @@ impl Build<'_> {
                 check_metadata(&directory, &contents)?;
                 let mut paths = PathsJson::from_package_directory_with_deprecated_fallback(&directory)
                     .map_err(|e| unreadable("list of files", e))?;
-                check_paths(&mut paths, &contents)?;
+                check_and_correct_paths(&mut paths, &contents)?;
                 check_copies(&directory, &paths, self.ready, packed, Limits::default())?;
                 let index =
                     IndexJson::from_package_directory(&directory).map_err(|e| unreadable("info/index.json", e))?;

@@ -251,8 +251,8 @@ pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<()
     Ok(())
 }
 
-/// Checks the package's list of files, which the linker trusts.
-pub(crate) fn check_paths(paths: &mut PathsJson, contents: &Contents) -> Result<(), UnpackError> {
+/// Checks the package's list of files, which the linker trusts, and corrects a symlink that it calls a hard link.
+pub(crate) fn check_and_correct_paths(paths: &mut PathsJson, contents: &Contents) -> Result<(), UnpackError> {
     for entry in &mut paths.paths {
         let path = &entry.relative_path;
         let refuse = |reason: &str| {

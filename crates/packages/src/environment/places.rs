@@ -77,9 +77,13 @@ impl<'a> Places<'a> {
         Ok(())
     }
 
-    /// The symlinks of other packages were checked when they were unpacked: their places are their paths.
+    /// Only a package for any Python: the entries of all others are placed at their paths, where [`super::extract`] has checked their
+    /// symlinks.
     fn check_links(&self, unpacked: &Path) -> Result<(), UnpackError> {
-        for (path, place) in self.of_entries.iter().filter(|_| self.for_any_python) {
+        if !self.for_any_python {
+            return Ok(());
+        }
+        for (path, place) in &self.of_entries {
             if let Ok(target) = fs::read_link(unpacked.join(path))
                 && target.is_relative()
                 && let Some(reason) = leads_out(place, &target)

@@ -1,6 +1,7 @@
 //! The servers that have the archives of a package set.
 
 use std::{
+    collections::BTreeSet,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -41,6 +42,8 @@ pub(crate) fn mirrored(mirror: &Url, url: &Url) -> Url {
     at
 }
 
+/// Most peers to ask: as many as a planner names. Each that lies costs a download some minutes.
+const MOST_PEERS: usize = 3;
 /// Concurrent downloads from one peer, which has other nodes to serve too.
 const STREAMS: usize = 2;
 
@@ -97,7 +100,9 @@ impl Peers {
             brought: AtomicU64::new(0),
             waits: Mutex::default(),
         };
-        Self { all: sources.peers.iter().map(peer).collect(), delay_before_source: OnceCell::new() }
+        let mut seen = BTreeSet::new();
+        let named = sources.peers.iter().filter(|address| seen.insert(*address)).take(MOST_PEERS);
+        Self { all: named.map(peer).collect(), delay_before_source: OnceCell::new() }
     }
 
     pub(crate) fn all(&self) -> &[Peer] {
@@ -163,6 +168,14 @@ impl Peer {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_more_peers_are_asked_than_a_planner_names() {
+        let peers: Vec<String> = ["a", "a", "b", "c", "d"].map(|host| format!("{host}:8052")).into();
+        let asked = Peers::new(&Sources { peers, mirror: None });
+        let asked: Vec<_> = asked.all().iter().map(|peer| peer.address.as_str()).collect();
+        assert_eq!(asked, ["a:8052", "b:8052", "c:8052"]);
+    }
 
     #[test]
     fn a_mirrored_url_keeps_the_path_but_none_of_the_secrets() {
