@@ -20,7 +20,7 @@ build: setup ## The static binary, with local mode: target/<host>/release/flux-d
 
 # The image's binary: without local mode, its API server, and the switches of tests.
 image-binary: setup
-	cargo build --profile image --locked --no-default-features
+	scripts/image-binary.sh
 
 test: setup ## All tests, on a kind cluster too where Docker and kind are
 	scripts/test.sh
