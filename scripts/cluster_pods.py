@@ -112,7 +112,7 @@ class Pods(PodCluster):
             jobs = self.flux("jobs", "-n", "--filter=running", "-o", "{name} {urgency}").splitlines()
             are_new = not cores_are_given_again or all(job.endswith(" 31") for job in jobs)
             are_held = len(before) <= self.held() == len(self.running())
-            return are_held and are_new and self.queue() == queue or (jobs, self.queue())
+            return are_held and are_new and self.batches(self.queue()) == self.batches(queue) or (jobs, self.queue())
 
         until("all as before", is_as_before)
         seconds = time.monotonic() - begin
@@ -130,12 +130,22 @@ class Pods(PodCluster):
         until("no job without its pods", self.has_no_orphans, 30)
         self.have_own_cores(len(self.running()), False)
 
+    @staticmethod
+    def batches(queue):
+        """Gangs that were created together may come into the queue at the same moment, and have no order then."""
+        return [name.split("x")[0] for name in queue]
+
     def until_next_gang(self, queue):
-        """The others still wait, in their order; another one may run where a lost node has left cores."""
-        name = queue[0].removeprefix("default/")
-        until(f"{name} bound", lambda: {f"{name}-0", f"{name}-1"} <= self.running().keys() or list(self.running()))
-        left = lambda: [name for name in self.queue() if name.startswith(f"default/{self.turn}-wait")]
-        until("the others in their order", lambda: (now := left()) in (queue[1:], queue[2:]) or now)
+        """One of those that were created first. The others still wait, in their order; another one may run where a lost node has left cores."""
+        first = [name.removeprefix("default/") for name in queue if self.batches([name]) == self.batches(queue[:1])]
+        until(f"one of {first} bound", lambda: self.is_any_bound(first))
+        left = lambda: self.batches(name for name in self.queue() if name.startswith(f"default/{self.turn}-wait"))
+        before = self.batches(queue)
+        until("the others in their order", lambda: (now := left()) in (before[1:], before[2:]) or now)
+
+    def is_any_bound(self, gangs):
+        pods = self.running().keys()
+        return any({f"{gang}-0", f"{gang}-1"} <= pods for gang in gangs) or list(pods)
 
     def has_no_orphans(self):
         jobs = set(self.flux("jobs", "-n", "--filter=running,pending", "-o", "{name}").split())
