@@ -1,5 +1,5 @@
-"""A real cluster that can be damaged, its hosts, and rows of things that are done to it: for cluster_faults.py, cluster_elastic.py
-and cluster_pods.py."""
+"""A real cluster that can be damaged, its hosts, and rows of things that are done to it: for cluster_faults.py, cluster_elastic.py,
+cluster_pods.py and cluster_account.py."""
 
 import argparse, json, re, shlex, statistics, subprocess, sys, time
 

@@ -1,4 +1,4 @@
-"""Pods for Flux on a real cluster: what is there, and what can be made; for cluster_pods.py."""
+"""Pods for Flux on a real cluster: what is there, and what can be made; for cluster_pods.py and cluster_account.py."""
 
 import json, shlex
 

@@ -91,6 +91,15 @@ impl Bed {
         self.pods().create(&PostParams::default(), &pod(name, cores, &annotations)).await.unwrap();
     }
 
+    /// A pod of another scheduler, on the node of this rank.
+    async fn make_other(&self, name: &str, cores: u32, rank: u32) {
+        let mut pod = pod(name, cores, &json!({}));
+        let spec = pod.spec.as_mut().unwrap();
+        spec.scheduler_name = Some("other".to_owned());
+        spec.node_name = Some(format!("machine{rank}"));
+        self.pods().create(&PostParams::default(), &pod).await.unwrap();
+    }
+
     /// Waits until `holds` of the pod.
     async fn until(&self, name: &str, holds: impl Fn(&Pod) -> bool) -> Pod {
         let met = await_condition(self.pods(), name, move |pod: Option<&Pod>| pod.is_some_and(&holds));
@@ -281,4 +290,48 @@ async fn pods_run_on_while_the_leads_broker_restarts_and_keep_their_cores() {
         bed.delete(&format!("p{number}")).await;
     }
     bed.until_allocated(2).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cores_that_other_pods_use_are_given_to_no_job() {
+    let Some(mut bed) = Bed::new().await else { return };
+    bed.make_other("other", 3, 1).await;
+    bed.until_allocated(3).await;
+    assert_eq!(bed.jobs(), "other-pods/machine1 RUN 1");
+    bed.make("big", 4, json!({})).await;
+    let node = bed.until_bound("big").await.spec.unwrap().node_name.unwrap();
+    assert_ne!(node, "machine1");
+    let host = ["submit", "--requires=rank:1", "-c2", "--job-name=host", "sleep", "600"];
+    bed.flux(&host);
+    bed.until_pending(1).await;
+    let client = connect(&bed.brokers[0]).await;
+    let instance = broker::status::instance(&client).await.unwrap();
+    let held = bridge::Occupancy::of(&client).ask(&instance).await.unwrap();
+    assert_eq!((held.by_host_jobs.to_string(), held.by_gangs.to_string()), (String::new(), String::new()));
+
+    // Killed as by a power cut.
+    drop(client);
+    bed.brokers.clear();
+    bed.brokers.extend((0..3).map(|rank| start(&bed.flux, bed.base.path(), rank)));
+    until_online(&connect(&bed.brokers[0]).await, "0-2").await;
+    bed.until_allocated(7).await;
+    assert!(bed.jobs().contains("other-pods/machine1 RUN 1"), "{}", bed.jobs());
+
+    bed.delete("big").await;
+    bed.until_allocated(3).await;
+    // The power cut has lost the one before.
+    bed.flux(&host);
+    bed.until_pending(1).await;
+    bed.delete("other").await;
+    bed.until_allocated(2).await;
+    // The host job has them now, and keeps them: those of a pod that comes later are held as they come free.
+    bed.make_other("late", 4, 1).await;
+    bed.until_allocated(4).await;
+    bed.until_pending(2).await;
+    let running = bed.flux(&["jobs", "-nf", "running", "-o", "{name} {id}"]);
+    let id = running.lines().find_map(|line| line.strip_prefix("host ")).unwrap();
+    bed.flux(&["cancel", id]);
+    bed.until_pending(0).await;
+    bed.until_allocated(4).await;
+    assert!(!bed.jobs().contains("host"), "{}", bed.jobs());
 }

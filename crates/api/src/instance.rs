@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{FluxInstanceStatus, Packages, Resources};
 use crate::rules::{
-    DURATION, EMPTY_SELECTOR, LESS_THAN_ONE, LONGEST_PREFIX, MORE_THAN_MAX_SIZE, PREFIX, PREFIX_CHARACTERS,
-    PREFIX_PLACE, PREFIX_PLACE_RULE, PREFIX_RULE, SUBDOMAIN, TOPOLOGY, USER, selector_words, toleration_words,
+    CPUS, DURATION, EMPTY_SELECTOR, LESS_THAN_ONE, LONGEST_CPUS, LONGEST_PREFIX, MORE_THAN_MAX_SIZE, PREFIX,
+    PREFIX_CHARACTERS, PREFIX_PLACE, PREFIX_PLACE_RULE, PREFIX_RULE, SUBDOMAIN, TOPOLOGY, USER, selector_words,
+    toleration_words,
 };
 
 /// In CEL. has() is true for a field that is null, hence the check of the type.
@@ -292,6 +293,12 @@ pub struct Pods {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = DURATION))]
     pub complete_after: Option<String>,
+    /// How many CPUs pods of other schedulers may request on a node, all together, before they hold a core in Flux, such as `500m`, so
+    /// that small system pods cost no core. If the node has more CPUs that Flux does not declare, that number counts instead. A number
+    /// that no node has, such as `1000`, switches this off. Default: 500m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = LONGEST_CPUS), regex(pattern = CPUS))]
+    pub tolerance: Option<String>,
     /// The most pods that one gang may have: a gang that waits reserves nodes, and anybody who may create pods may ask for
     /// one. Default: 256.
     #[serde(default, skip_serializing_if = "Option::is_none")]

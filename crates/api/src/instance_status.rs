@@ -122,7 +122,7 @@ pub struct FluxInstanceStatus {
     pub conditions: Vec<Condition>,
 }
 
-/// Numbers of gangs, where a pod by itself is a gang of one, and what keeps Flux from scheduling pods.
+/// Numbers of gangs, pods and cores, and what keeps Flux from scheduling pods. A pod by itself is a gang of one.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PodCounts {
@@ -138,6 +138,12 @@ pub struct PodCounts {
     /// Pods that run on cores which no job holds: Flux may give these to another job.
     #[serde(default)]
     pub uncovered: u32,
+    /// Cores that jobs `other-pods/NODE` are to hold, because pods of other schedulers use them (see `spec.pods.tolerance`).
+    #[serde(default)]
+    pub other_pods_cores: u32,
+    /// How many of `otherPodsCores` another job holds: they are used twice until that job ends.
+    #[serde(default)]
+    pub overlapping_cores: u32,
     /// What has kept Flux from scheduling pods for at least ten seconds. Unset: nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits_for: Option<String>,

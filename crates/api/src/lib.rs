@@ -18,6 +18,7 @@ mod node;
 mod numbers;
 mod packages;
 pub mod packed;
+pub mod quantity;
 mod resources;
 mod roster;
 pub mod rules;

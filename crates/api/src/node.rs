@@ -305,8 +305,8 @@ pub struct FluxNodeStatus {
     /// cut off from its parent believes for minutes that it is online.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offline: Vec<u32>,
-    /// Lead only: ranks on which jobs hold resources (idset, RFC 22), as the lead's broker reports. Empty: the instance is idle.
-    /// Unset: not known.
+    /// Lead only: ranks on which jobs hold resources (idset, RFC 22), as the lead's broker reports, without those where only jobs
+    /// `other-pods/NODE` do. Empty: the instance is idle. Unset: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub allocated: Option<IdSet>,

@@ -20,6 +20,10 @@ pub const SUBDOMAIN: &str = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9
 pub const TOPOLOGY: &str = "^(flat|kary:0*[1-9][0-9]*|mincrit(:[0-9]+)?|binomial)$";
 /// In the CRD; what [`parse_duration`](crate::parse_duration) takes.
 pub const DURATION: &str = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)?$";
+/// In the CRD; a part of what [`quantity::milli`](crate::quantity::milli) takes: a decimal number, with `m` or without.
+pub const CPUS: &str = r"^[0-9]+(\.[0-9]+)?m?$";
+/// Longest text for a number of CPUs. `quantity::milli` takes as many digits.
+pub const LONGEST_CPUS: u64 = 30;
 /// In the CRD; what [`check_prefix`](crate::check_prefix) wants of the first character.
 pub const PREFIX: &str = "^/";
 /// As long as Linux takes a path (PATH_MAX). The API server refuses a rule on a text that has no limit.

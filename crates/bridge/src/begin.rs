@@ -19,16 +19,17 @@ use tracing::{info, warn};
 
 use base::error_chain;
 use broker::{
+    job_id::JobId,
     jobs::{SubmitError, cancel, finish, submit},
     queues,
     rfc3::{self, RpcError},
 };
 use cluster::{ApiError, call, gone_is_fine, patch_params};
 use pods::{
-    action::{Action, Binding, JobRef, PodRef},
+    action::{Action, Binding, JobRef, PodRef, ShadowStep},
     facts::{ANNOTATION_SUSPENDED, SuspendReason},
     jobs::NOTE,
-    jobspec::JobRequest,
+    jobspec::PINNED_URGENCY,
     record::ANNOTATION_JOB,
 };
 
@@ -47,15 +48,15 @@ impl Tools {
     /// Carries out `action`, and says how that was answered.
     pub(crate) async fn carry_out(&self, action: Action) -> Answer {
         match &action {
-            Action::Submit(request) => self.submit(request).await,
+            Action::Submit(request) => self.submit(&request.jobspec(), request.urgency).await,
             Action::Resubmit { job, request } => {
                 let canceled = cancel(&self.broker, *job, &format!("{NOTE}asked for again on other nodes")).await;
                 match canceled {
-                    Ok(_) => self.submit(request).await,
+                    Ok(_) => self.submit(&request.jobspec(), request.urgency).await,
                     Err(error) => by_broker("cancel a job", Err(error)),
                 }
             }
-            Action::Cancel { job, note, .. } => by_broker("cancel a job", cancel(&self.broker, *job, note).await),
+            Action::Cancel { job, note, .. } => self.cancel(*job, note).await,
             Action::Finish { job, status, .. } => by_broker("end a job", finish(&self.broker, *job, *status).await),
             Action::Bind(binding) => by_api_server(self.bind(binding).await),
             Action::Tell(tell) => {
@@ -77,21 +78,44 @@ impl Tools {
             }
             Action::SuspendJob { job, reason, .. } => by_api_server(self.suspend(job, Some(*reason)).await),
             Action::ResumeJob(job) => by_api_server(self.suspend(job, None).await),
+            Action::Shadow(step) => self.shadow(step).await,
             Action::StopQueues(reason) => by_queues(queues::stop(&self.broker, reason).await),
             Action::StartQueues => by_queues(start_queues(&self.broker).await),
         }
     }
 
-    async fn submit(&self, request: &JobRequest) -> Answer {
-        match submit(&self.broker, &request.jobspec(), request.urgency, true).await {
+    async fn submit(&self, jobspec: &Value, urgency: u8) -> Answer {
+        let name = jobspec.pointer("/attributes/system/job/name").and_then(Value::as_str);
+        match submit(&self.broker, jobspec, urgency, true).await {
             Ok(job) => Answer::Done(Some(job)),
             Err(error @ SubmitError::Refused { .. }) => {
-                warn!(gang = %request.record.gang, error = error_chain(&error), "Flux refuses a job for pods");
+                warn!(name, error = error_chain(&error), "Flux refuses a job for pods");
                 Answer::Refused(error_chain(&error))
             }
             Err(error) => {
-                info!(gang = %request.record.gang, error = error_chain(&error), "no answer about a job for pods");
+                info!(name, error = error_chain(&error), "no answer about a job for pods");
                 Answer::Lost
+            }
+        }
+    }
+
+    async fn cancel(&self, job: JobId, note: &str) -> Answer {
+        by_broker("cancel a job", cancel(&self.broker, job, note).await)
+    }
+
+    async fn shadow(&self, step: &ShadowStep) -> Answer {
+        match step {
+            ShadowStep::Submit(request) => self.submit(&request.jobspec(), PINNED_URGENCY).await,
+            ShadowStep::Cancel { job, why, .. } => self.cancel(*job, &format!("{NOTE}{why}")).await,
+            ShadowStep::Shrink { job, request, why } => {
+                let submitted = self.submit(&request.jobspec(), PINNED_URGENCY).await;
+                if !matches!(submitted, Answer::Done(_)) {
+                    return submitted;
+                }
+                match self.cancel(*job, &format!("{NOTE}{why}")).await {
+                    Answer::Done(_) => submitted,
+                    failed => failed,
+                }
             }
         }
     }

@@ -18,7 +18,7 @@ use base::error_chain;
 use broker::{queues::ensure_recorded, rfc3::RpcError};
 use cluster::call;
 use pods::{
-    action::{Action, PodRef},
+    action::{Action, PodRef, ShadowStep},
     decide::{Decision, Memory, Report, Standing, decide},
     facts::{Facts, KubeJob},
     jobs::Jobs,
@@ -182,6 +182,8 @@ impl Kubernetes {
                     queued: count(report.queued),
                     refused: count(report.refused),
                     uncovered: count(report.uncovered),
+                    other_pods_cores: report.other_pods.cores,
+                    overlapping_cores: report.other_pods.overlapping,
                     waits_for: None,
                 },
                 // Pods run on, though nobody counts them now.
@@ -240,7 +242,11 @@ impl Kubernetes {
                 }
                 Ok(())
             }
-            Some(Action::Submit(_) | Action::Resubmit { .. }) => Err(RpcError::Closed),
+            Some(
+                Action::Submit(_)
+                | Action::Resubmit { .. }
+                | Action::Shadow(ShadowStep::Submit(_) | ShadowStep::Shrink { .. }),
+            ) => Err(RpcError::Closed),
             _ => Ok(()),
         }
     }
@@ -286,6 +292,7 @@ impl Kubernetes {
             namespaces,
             doubtful,
             refused: life.under_way.refused(),
+            refused_ranks: life.under_way.refused_ranks(),
             under_way: life.under_way.actions(),
         };
         let may_decide = life.flux.is_whole && self.watched.is_listed && basis.lease_is_ours;

@@ -1,12 +1,16 @@
 //! The actions that were begun and whose result does not show yet.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use tokio::time::Instant;
 
+use api::Rank;
 use broker::job_id::JobId;
 use pods::{
-    action::Action,
+    action::{Action, ShadowStep},
     facts::Facts,
     jobs::Jobs,
     record::GangId,
@@ -60,6 +64,7 @@ pub(crate) struct UnderWay {
     last: u64,
     begun: Vec<Begun>,
     refused: BTreeMap<GangId, (String, Instant)>,
+    refused_ranks: BTreeMap<Rank, Instant>,
 }
 
 impl UnderWay {
@@ -86,12 +91,16 @@ impl UnderWay {
             Answer::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
             Answer::Busy(pause) => begun.progress = Progress::Paused(now + pause),
             Answer::Failed => drop(self.begun.remove(at)),
-            Answer::Refused(words) => match begun.action.paused_by_refusal().cloned() {
-                Some(gang) => {
+            Answer::Refused(words) => match (begun.action.paused_by_refusal().cloned(), &begun.action) {
+                (Some(gang), _) => {
                     self.begun.remove(at);
                     self.refused.insert(gang, (words, now));
                 }
-                None => begun.progress = Progress::Paused(now + AGAIN_AFTER),
+                (None, Action::Shadow(step)) => {
+                    self.refused_ranks.insert(step.rank(), now);
+                    self.begun.remove(at);
+                }
+                (None, _) => begun.progress = Progress::Paused(now + AGAIN_AFTER),
             },
             Answer::Lost => {
                 begun.progress = Progress::Paused(now + AGAIN_AFTER);
@@ -107,13 +116,20 @@ impl UnderWay {
         self.refused.iter().map(|(gang, (words, _))| (gang.clone(), words.clone())).collect()
     }
 
+    /// The ranks for which a shadow job was refused less than [`PAUSE`] ago.
+    pub(crate) fn refused_ranks(&mut self) -> BTreeSet<Rank> {
+        self.refused_ranks.retain(|_, at| at.elapsed() < Duration::from_millis(PAUSE.unsigned_abs()));
+        self.refused_ranks.keys().copied().collect()
+    }
+
     /// When the next of them changes by itself: it may be tried again, or is forgotten.
     pub(crate) fn due(&self) -> Option<Instant> {
         let begun = self.begun.iter().filter_map(|begun| match begun.progress {
             Progress::Asked => None,
             Progress::Done(_, until) | Progress::Paused(until) => Some(until),
         });
-        let refused = self.refused.values().map(|(_, at)| *at + Duration::from_millis(PAUSE.unsigned_abs()));
+        let refused = self.refused.values().map(|(_, at)| at).chain(self.refused_ranks.values());
+        let refused = refused.map(|at| *at + Duration::from_millis(PAUSE.unsigned_abs()));
         begun.chain(refused).min()
     }
 
@@ -139,6 +155,9 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
         Action::Submit(_) => is_there(),
         Action::Resubmit { job: old, .. } => has_ended(old) && is_there(),
         Action::Cancel { job, .. } | Action::Finish { job, .. } => has_ended(job),
+        Action::Shadow(ShadowStep::Submit(_)) => is_there(),
+        Action::Shadow(ShadowStep::Cancel { job, .. }) => has_ended(job),
+        Action::Shadow(ShadowStep::Shrink { job: old, .. }) => has_ended(old) && is_there(),
         Action::Bind(binding) => pods.by_uid.get(&binding.pod.uid).is_none_or(|pod| pod.node.is_some()),
         Action::Tell(tell) => pods.by_uid.get(&tell.pod.uid).and_then(|pod| pod.plan.as_ref()).is_none_or(|plan| {
             let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));

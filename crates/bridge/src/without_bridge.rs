@@ -97,7 +97,7 @@ impl<'a> Occupancy<'a> {
             }
         }
         let is_host_job = |job: &&ListedJob| match self.jobs.get(job.id) {
-            Some(known) => known.bridged().is_none(),
+            Some(known) => known.is_host_job(),
             None => !may_be_gang(job),
         };
         listed.iter().filter(is_host_job).flat_map(|job| &job.ranks.0).copied().collect()
@@ -117,7 +117,7 @@ pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueE
     while let Some(job) = found.next().await {
         jobs.apply(&job?);
     }
-    for (job, _) in jobs.bridged().filter(|(job, _)| job.is_active()) {
+    for job in jobs.iter().filter(|job| !job.is_host_job() && job.is_active()) {
         // What ends while the scheduler is offline keeps its cores for ever.
         if is_scheduler_offline(client).await? {
             return Err(QueueError::SchedulerIsOffline);

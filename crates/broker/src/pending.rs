@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
+    jobs::MAX_URGENCY,
     message::{LEAD, parse_inner},
     queues,
     rfc3::{Client, RpcError},
@@ -62,7 +63,9 @@ pub async fn pending(client: &Client, instance: &InstanceStatus) -> Result<Pendi
         "constraint": { "states": ["sched"] },
     });
     let Jobs { jobs } = parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?;
-    let fits = match jobs.first().filter(|job| fits(job, &instance.free)) {
+    // Those of the highest urgency hold cores that pods use already, of one node each.
+    let first = jobs.iter().find(|job| job.priority < i64::from(MAX_URGENCY));
+    let fits = match first.filter(|job| fits(job, &instance.free)) {
         Some(job) if may_begin(client, job.id).await? => Some(job.id),
         _ => None,
     };

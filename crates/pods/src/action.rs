@@ -1,5 +1,6 @@
 //! What the bridge wants done. The result of each action comes back in the next world, and nowhere else.
 
+use api::Rank;
 use broker::job_id::JobId;
 
 use crate::{
@@ -7,6 +8,7 @@ use crate::{
     jobspec::JobRequest,
     pod::PodView,
     record::{GangId, PodRecord},
+    shadow::ShadowRequest,
 };
 
 /// Something to do.
@@ -63,10 +65,47 @@ pub enum Action {
     },
     /// Resume a Job that the bridge has suspended, and remove the annotation. The Job shows it.
     ResumeJob(JobRef),
+    /// Change the shadow jobs of a rank. The journal shows it.
+    Shadow(ShadowStep),
     /// Stop the queues, with this reason.
     StopQueues(String),
     /// Write the broker's name into Lease `flux-bridge`, then start the queues for whose reason [`crate::world::Queues::is_ours`].
     StartQueues,
+}
+
+/// What is to be done with the shadow jobs of a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ShadowStep {
+    /// Submit another one.
+    Submit(ShadowRequest),
+    /// Cancel this one, with a note that begins with [`crate::jobs::NOTE`].
+    Cancel {
+        /// The job.
+        job: JobId,
+        /// Its rank.
+        rank: Rank,
+        /// Why, for the note.
+        why: &'static str,
+    },
+    /// Submit a smaller one, and then cancel this one in the same way, so that no other job gets the cores in between.
+    Shrink {
+        /// The job.
+        job: JobId,
+        /// The smaller one.
+        request: ShadowRequest,
+        /// Why, for the note.
+        why: &'static str,
+    },
+}
+
+impl ShadowStep {
+    /// The rank that it is about.
+    pub fn rank(&self) -> Rank {
+        match self {
+            Self::Submit(request) | Self::Shrink { request, .. } => request.rank,
+            Self::Cancel { rank, .. } => *rank,
+        }
+    }
 }
 
 /// A pod to bind.
@@ -180,6 +219,7 @@ impl Action {
             | Self::Finish { .. }
             | Self::Tell(_)
             | Self::ResumeJob(_)
+            | Self::Shadow(_)
             | Self::StopQueues(_)
             | Self::StartQueues => None,
         }
@@ -193,7 +233,12 @@ impl Action {
             | Self::Finish { gang, .. }
             | Self::Evict { gang, .. }
             | Self::SuspendJob { gang, .. } => Some(gang),
-            Self::Bind(_) | Self::Tell(_) | Self::ResumeJob(_) | Self::StopQueues(_) | Self::StartQueues => None,
+            Self::Bind(_)
+            | Self::Tell(_)
+            | Self::ResumeJob(_)
+            | Self::Shadow(_)
+            | Self::StopQueues(_)
+            | Self::StartQueues => None,
         }
     }
 }

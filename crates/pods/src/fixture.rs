@@ -10,7 +10,7 @@ use crate::{
     constraint::Constraint,
     facts::KubeJob,
     jobspec::JobRequest,
-    pod::{Owner, Plan, PodView},
+    pod::{Owner, Phase, Plan, PodView},
     record::{GangId, GangKind, JobRecord, MemberPod, PodRecord},
     requests::Requests,
     target::{Allocatable, Target},
@@ -27,6 +27,14 @@ pub(crate) fn pod(name: &str, cores: u64) -> PodView {
         plan: Some(Box::default()),
         ..PodView::default()
     }
+}
+
+/// A pod of another scheduler that runs on `node0` and requests so many thousandths of a core.
+pub(crate) fn foreign(name: &str, milli: u64) -> PodView {
+    let requests = Requests { cpu: milli, ..Requests::default() };
+    let node = Some("node0".to_owned());
+    let (is_bridged, bound, phase, is_taken_up, plan) = (false, Some(0), Phase::Running, true, None);
+    PodView { is_bridged, node, bound, phase, is_taken_up, requests, plan, ..pod(name, 1) }
 }
 
 /// The pod as the bridge has bound it to `node0`.
@@ -83,6 +91,7 @@ pub(crate) fn targets(cores: &[u32]) -> BTreeMap<Rank, Target> {
             },
             cores: *cores,
             threads: 1,
+            declared_cpu: u64::from(*cores) * 1000,
             ..Target::default()
         };
         (rank, target)

@@ -12,6 +12,7 @@ use crate::{
     allocation::{AllocationError, Slot, one_slot_a_rank, slots},
     jobspec::Shape,
     record::JobRecord,
+    shadow::Shadow,
     time::{Millis, SECOND},
 };
 
@@ -27,11 +28,13 @@ pub const NOTE: &str = "flux-distribute for pods: ";
 pub enum JobClass {
     /// Processes on hosts, that somebody has submitted.
     Host,
-    /// It holds cores for pods.
+    /// It holds cores for a gang of pods.
     Gang(Box<BridgedJob>),
+    /// It holds what pods of other schedulers use of a node.
+    Shadow(Shadow),
 }
 
-/// A job of the bridge.
+/// A job that holds cores for a gang.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BridgedJob {
     /// For which pods it is.
@@ -43,9 +46,15 @@ pub struct BridgedJob {
 /// Says what the job with this jobspec is. `is_own`: the owner of the instance has submitted it. Anybody else's job is a host job,
 /// whatever it says of itself.
 pub fn classify(jobspec: &Value, is_own: bool) -> JobClass {
+    if !is_own {
+        return JobClass::Host;
+    }
+    if let Some(shadow) = Shadow::read(jobspec) {
+        return JobClass::Shadow(shadow);
+    }
     match JobRecord::read(jobspec).zip(Shape::read(jobspec)) {
-        Some((record, shape)) if is_own => JobClass::Gang(Box::new(BridgedJob { record, shape })),
-        _ => JobClass::Host,
+        Some((record, shape)) => JobClass::Gang(Box::new(BridgedJob { record, shape })),
+        None => JobClass::Host,
     }
 }
 
@@ -157,19 +166,32 @@ impl Jobs {
         self.by_id.get(&id)
     }
 
-    /// The bridge's jobs.
+    /// The shadow jobs.
+    pub fn shadows(&self) -> impl Iterator<Item = (&Job, &Shadow)> {
+        self.iter().filter_map(|job| match &job.class {
+            JobClass::Shadow(shadow) => Some((job, shadow)),
+            JobClass::Host | JobClass::Gang(_) => None,
+        })
+    }
+
+    /// The jobs of gangs.
     pub fn bridged(&self) -> impl DoubleEndedIterator<Item = (&Job, &BridgedJob)> {
         self.iter().filter_map(|job| Some((job, job.bridged()?)))
     }
 }
 
 impl Job {
-    /// What it is for, if it is the bridge's.
+    /// For which gang it is; None if it is for none.
     pub fn bridged(&self) -> Option<&BridgedJob> {
         match &self.class {
             JobClass::Gang(bridged) => Some(bridged),
-            JobClass::Host => None,
+            JobClass::Host | JobClass::Shadow(_) => None,
         }
+    }
+
+    /// True unless the bridge has submitted it.
+    pub fn is_host_job(&self) -> bool {
+        self.class == JobClass::Host
     }
 
     /// It has not ended, and is not about to.
@@ -185,7 +207,7 @@ impl Job {
         }
     }
 
-    /// The slots that it holds, or may hold while it is ending. A host job has one on each of its ranks.
+    /// The slots that it holds, or may hold while it is ending. A job that is for no gang has one on each of its ranks.
     pub fn held(&self) -> &[Slot] {
         &self.held
     }

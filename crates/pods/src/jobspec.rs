@@ -1,4 +1,4 @@
-//! The Flux job for a gang (RFC 14, RFC 25): equal slots in which Flux starts nothing.
+//! The jobspecs of the bridge (RFC 14, RFC 25): equal slots in which Flux starts nothing.
 
 use serde_json::{Value, json};
 
@@ -11,8 +11,8 @@ const HIGHEST_URGENCY: u8 = 29;
 /// The urgency of jobs for the missing part of a gang that runs, and of one for a gang that had resources before the broker
 /// restarted but none of whose pods was bound.
 pub const FIRST_URGENCY: u8 = 30;
-/// The urgency of jobs that hold the cores of pods that are bound. A job of the same urgency could get these cores first, so no other
-/// job has it.
+/// The urgency of pins and shadow jobs: they hold cores that pods use already. No other job has it, because a job of the same urgency
+/// could get these cores first. Each asks for no more cores than its rank has; together they may for a moment, while pods change.
 pub const PINNED_URGENCY: u8 = 31;
 /// Longest duration, in seconds: 100 years. The scheduler adds it to the present time, and a much longer one would overflow that.
 const LONGEST: u64 = 100 * 365 * 86_400;
@@ -40,29 +40,37 @@ pub struct JobRequest {
 impl JobRequest {
     /// The jobspec.
     pub fn jobspec(&self) -> Value {
-        let with = json!([{ "type": "core", "count": self.cores }]);
-        let slot = |count: u32| json!({ "type": "slot", "count": count, "label": "task", "with": with });
         let resources = match self.spreads {
-            false => slot(self.slots),
-            true => json!({ "type": "node", "count": self.slots, "with": [slot(1)] }),
+            false => slots(self.slots, self.cores),
+            true => json!({ "type": "node", "count": self.slots, "with": [slots(1, self.cores)] }),
         };
-        let mut system = json!({
-            "duration": self.duration.clamp(1, LONGEST),
-            "job": { "name": self.record.gang.to_string() },
-            // With `override`, job-exec waits for an RPC before it starts anything, and nobody sends that. The job keeps its cores until
-            // it is cancelled.
-            "exec": { "test": { "override": 1, "run_duration": "3650d" } },
-        });
-        if let Some(constraints) = self.constraint.json() {
-            system["constraints"] = constraints;
-        }
-        json!({
-            "version": 1,
-            "resources": [resources],
-            "tasks": [{ "command": ["pod"], "slot": "task", "count": { "per_slot": 1 } }],
-            "attributes": { "system": system, "user": { "k8s": self.record } },
-        })
+        job(resources, &self.record.gang.to_string(), self.duration, &self.constraint, json!(self.record))
     }
+}
+
+/// So many equal slots.
+pub(crate) fn slots(count: u32, cores: u32) -> Value {
+    json!({ "type": "slot", "count": count, "label": "task", "with": [{ "type": "core", "count": cores }] })
+}
+
+/// The jobspec of a job in which Flux starts nothing. `duration`: seconds. `record`: what the job says about itself.
+pub(crate) fn job(resources: Value, name: &str, duration: u64, constraint: &Constraint, record: Value) -> Value {
+    let mut system = json!({
+        "duration": duration.clamp(1, LONGEST),
+        "job": { "name": name },
+        // With `override`, job-exec waits for an RPC before it starts anything, and nobody sends that. The job keeps its cores until
+        // it is cancelled.
+        "exec": { "test": { "override": 1, "run_duration": "3650d" } },
+    });
+    if let Some(constraints) = constraint.json() {
+        system["constraints"] = constraints;
+    }
+    json!({
+        "version": 1,
+        "resources": [resources],
+        "tasks": [{ "command": ["pod"], "slot": "task", "count": { "per_slot": 1 } }],
+        "attributes": { "system": system, "user": { "k8s": record } },
+    })
 }
 
 /// The form of a job that the bridge has submitted, read from its jobspec.
@@ -79,7 +87,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Reads what [`JobRequest::jobspec`] has written; None for any other jobspec.
+    /// Reads what [`JobRequest::jobspec`] or [`crate::shadow::ShadowRequest::jobspec`] has written; None for any other jobspec.
     pub fn read(jobspec: &Value) -> Option<Self> {
         let top = jobspec.pointer("/resources/0")?;
         let spreads = top["type"] == "node";
@@ -96,7 +104,7 @@ impl Shape {
     }
 }
 
-/// True if a bridged job may have this name: `NAMESPACE/NAME`.
+/// True if a job of the bridge may have this name: `NAMESPACE/NAME`, or `other-pods/NODE`.
 pub fn could_be_bridged(name: &str) -> bool {
     name.contains('/')
 }

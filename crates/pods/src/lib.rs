@@ -7,6 +7,7 @@
 //! - a bound pod's cores are held by a job until the pod has ended, or is gone and can't run any more;
 //! - a pod is bound once, after everything was checked that kubelet would refuse it by ([`mod@check`]);
 //! - a gang that runs in part is completed, and its other pods stay;
+//! - what pods of other schedulers use of a node is held by jobs too ([`shadow`]);
 //! - nothing that happens to a broker or an agent evicts a pod; only a `flux cancel` and a gang that can't be completed do;
 //! - annotations are hints. The node of a pod is its spec.nodeName, its cores are its requests, and a job is for the pods that
 //!   its own record lists, or for those of its gang that take their place.
@@ -45,9 +46,9 @@ mod place_tests;
 pub mod pod;
 #[cfg(test)]
 mod pod_tests;
-pub mod quantity;
 pub mod record;
 pub mod requests;
+pub mod shadow;
 pub mod target;
 pub mod time;
 pub mod unsupported;

@@ -5,13 +5,22 @@ use broker::resource_set::ResourceSet;
 
 use crate::{jobs::Jobs, record::GangKind};
 
-/// The ranks on which jobs hold resources.
+/// The ranks on which jobs hold resources, shadow jobs left out.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Occupied {
-    /// Those of host jobs: of all jobs that are not known to be gangs.
+    /// Those of host jobs: of all jobs that are not known to be the bridge's.
     pub by_host_jobs: IdSet,
     /// Those of gangs, unless one pod by itself is the gang. A rank may be in both.
     pub by_gangs: IdSet,
+    /// Those of gangs, single pods among them.
+    pub by_pods: IdSet,
+}
+
+impl Occupied {
+    /// The ranks on which anything runs: all but those that shadow jobs alone hold.
+    pub fn all(&self) -> IdSet {
+        self.by_host_jobs.0.union(&self.by_pods.0).copied().collect()
+    }
 }
 
 /// Tells apart what jobs hold. `allocated`: what the scheduler has given out. `jobs`: those that may be gangs, asked for after that:
@@ -19,19 +28,21 @@ pub struct Occupied {
 /// holds them until they are free.
 pub fn occupied(allocated: &ResourceSet, jobs: &Jobs) -> Occupied {
     let mut left = allocated.by_rank();
-    let mut by_gangs = IdSet::default();
-    for (job, bridged) in jobs.bridged() {
+    let (mut by_gangs, mut by_pods) = (IdSet::default(), IdSet::default());
+    for job in jobs.iter().filter(|job| !job.is_host_job()) {
         for slot in job.held() {
             if let Some(cores) = left.get_mut(&slot.rank).and_then(|kinds| kinds.get_mut("core")) {
                 cores.0.retain(|core| !slot.cores.contains(*core));
             }
+            let Some(bridged) = job.bridged() else { continue };
+            by_pods.0.insert(slot.rank);
             if bridged.record.gang.kind != GangKind::Pod {
                 by_gangs.0.insert(slot.rank);
             }
         }
     }
     left.retain(|_, kinds| kinds.values().any(|ids| !ids.is_empty()));
-    Occupied { by_host_jobs: left.into_keys().collect(), by_gangs }
+    Occupied { by_host_jobs: left.into_keys().collect(), by_gangs, by_pods }
 }
 
 /// What one look at the jobs shows.

@@ -238,6 +238,12 @@ impl PodView {
         matches!(self.phase, Phase::Succeeded | Phase::Failed)
     }
 
+    /// A scheduler has bound it, or kubelet has taken it up. Whoever may create a pod can name a node in it that has no room, which kubelet
+    /// refuses a moment later.
+    pub fn may_be_there(&self) -> bool {
+        self.bound.is_some() || self.is_taken_up
+    }
+
     /// It is bound, and a container of it may run: its cores must be held. None if that is over; otherwise until when, or
     /// `Millis::MAX` if only the pod itself can say.
     pub fn holds_until(&self, now: Millis) -> Option<Millis> {

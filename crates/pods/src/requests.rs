@@ -7,7 +7,7 @@ use k8s_openapi::{
     apimachinery::pkg::api::resource::Quantity,
 };
 
-use crate::quantity::{self, NotAQuantity};
+use api::quantity::{self, NotAQuantity};
 
 /// Most host ports, and most extended resources, that count of one pod. `check_fields` refuses a pod for Flux that has more; a pod for another
 /// scheduler may have any number, and each decision compares all pods of a node with those that wait.

@@ -37,6 +37,8 @@ pub struct Target {
     pub cores: u32,
     /// Hardware threads of a core.
     pub threads: u32,
+    /// What these cores are in thousandths of a hardware thread, as the Node counts CPUs.
+    pub declared_cpu: u64,
 }
 
 /// What a node has for pods.
@@ -71,7 +73,9 @@ impl Target {
         let Amounts(mut allocatable) = Amounts::read(status.and_then(|status| status.allocatable.as_ref()))?;
         let mut take = |name: &str| allocatable.remove(name).unwrap_or_default();
         let (cpu, memory, ephemeral, pods) = (take("cpu"), take("memory"), take("ephemeral-storage"), take("pods"));
-        let cpus = capacity.get("cpu").map_or(0, |milli| milli / 1000);
+        let capacity = capacity.get("cpu").copied().unwrap_or_default();
+        let cpus = capacity / 1000;
+        let cores = declared.core_ids().len();
         let threads = cpus.checked_div(u64::from(declared.cores)).unwrap_or(0);
         let mut taints = spec.and_then(|spec| spec.taints.clone()).unwrap_or_default();
         // The node controller adds the taint a moment after the cordon.
@@ -87,8 +91,9 @@ impl Target {
             taints,
             is_ready: conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True"),
             allocatable: Allocatable { cpu, memory, ephemeral, pods, extended: allocatable },
-            cores: u32::try_from(declared.core_ids().len()).unwrap_or(u32::MAX),
+            cores: u32::try_from(cores).unwrap_or(u32::MAX),
             threads: u32::try_from(threads).unwrap_or(u32::MAX).max(1),
+            declared_cpu: (capacity.saturating_mul(cores as u64)).div_ceil(u64::from(declared.cores.max(1))),
         }))
     }
 

@@ -30,7 +30,7 @@ pub struct UsageByNode {
 }
 
 impl UsageByNode {
-    /// Counts `pods`. Flux knows nothing of those for which `is_foreign` is true.
+    /// Counts `pods`. `is_foreign`: another scheduler, or somebody, has bound it.
     pub fn of<'a>(
         pods: impl IntoIterator<Item = &'a PodView>,
         is_foreign: impl Fn(&PodView) -> bool,
@@ -40,9 +40,7 @@ impl UsageByNode {
         for pod in pods.into_iter().filter(|pod| pod.holds(now)) {
             let Some(node) = &pod.node else { continue };
             let is_foreign = is_foreign(pod);
-            // Whoever may create a pod can name a node in it that has no room, which kubelet refuses a moment later. It counts once a
-            // scheduler has bound it or kubelet has taken it up.
-            if is_foreign && pod.bound.is_none() && !pod.is_taken_up {
+            if is_foreign && !pod.may_be_there() {
                 continue;
             }
             usage.add(node, &pod.requests);
@@ -63,7 +61,7 @@ impl UsageByNode {
         self.all.get(node).unwrap_or(&self.idle)
     }
 
-    /// What the pods on `node` that Flux knows nothing of ask for.
+    /// What the pods on `node` ask for that others have bound.
     pub fn foreign(&self, node: &str) -> &Usage {
         self.foreign.get(node).unwrap_or(&self.idle)
     }

@@ -46,6 +46,8 @@ pub struct World {
     /// By gang: why Flux or the API server refused an action for it less than [`PAUSE`] ago. While a gang is listed, such actions are
     /// not repeated ([`Action::paused_by_refusal`]).
     pub refused: BTreeMap<GangId, String>,
+    /// The ranks for which a shadow job was refused less than [`PAUSE`] ago.
+    pub refused_ranks: BTreeSet<Rank>,
     /// Actions that were begun and whose result is not in this world yet.
     pub under_way: Vec<Action>,
 }
@@ -59,11 +61,13 @@ pub struct Settings {
     pub default_duration: u64,
     /// How long a gang that runs in part is completed before its Job is suspended and resumed.
     pub complete_after: Millis,
+    /// How much of a node its pods of other schedulers may request before they hold a core in Flux, in thousandths of a hardware thread.
+    pub tolerance: u64,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { max_gang: 256, default_duration: 86_400, complete_after: 60 * SECOND }
+        Self { max_gang: 256, default_duration: 86_400, complete_after: 60 * SECOND, tolerance: 500 }
     }
 }
 

@@ -14,7 +14,7 @@ use crate::{
     node_ops::NodeOps,
     other_process::uninstall_is_under_way,
 };
-use api::{FluxInstanceSpec, PodCounts, Roster, parse_duration};
+use api::{FluxInstanceSpec, PodCounts, Roster, parse_duration, quantity::milli};
 use base::error_chain;
 use bridge::{Bridge, Told};
 use broker::queues::QueueError;
@@ -174,6 +174,7 @@ fn settings(spec: &FluxInstanceSpec) -> Settings {
         complete_after: duration(&pods.complete_after)
             .and_then(|duration| i64::try_from(duration.as_millis()).ok())
             .unwrap_or(default.complete_after),
+        tolerance: pods.tolerance.as_deref().and_then(|text| milli(text).ok()).unwrap_or(default.tolerance),
     }
 }
 

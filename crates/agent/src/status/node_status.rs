@@ -71,6 +71,9 @@ pub fn node_status(
     let is_lead = inputs.runs_lead();
     let instance = inputs.broker.instance.as_ref().filter(|_| is_lead);
     let occupied = inputs.broker.occupied.as_ref().filter(|_| is_lead);
+    // Shadow jobs are no reason to wait: their pods are there whatever Flux does.
+    let allocated = instance
+        .map(|instance| occupied.map_or_else(|| instance.allocated.ranks.clone(), pods::occupied::Occupied::all));
     let newest = || host.environments.last().cloned();
     let no_drains = BTreeMap::new();
     let copy = host.roster.clone().filter(|_| inputs.roster_is_gone && leads(host, inputs.own_spec()));
@@ -96,11 +99,11 @@ pub fn node_status(
             digest: broker.record.digest.clone(),
         }),
         unknown_broker: host.unknown.is_some(),
-        allocated: instance.map(|instance| instance.allocated.ranks.clone()),
         // Without pods, all that is allocated is host jobs'.
         host_jobs: occupied
             .map(|occupied| occupied.by_host_jobs.clone())
-            .filter(|host_jobs| instance.is_some_and(|instance| instance.allocated.ranks != *host_jobs)),
+            .filter(|host_jobs| allocated.as_ref().is_some_and(|allocated| allocated != host_jobs)),
+        allocated,
         gangs: occupied.map(|occupied| occupied.by_gangs.clone()).unwrap_or_default(),
         pending_nodes: inputs.broker.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
         pods: inputs.pods.clone().filter(|_| is_lead),

@@ -11,6 +11,7 @@ use crate::{broker_toml, settings::is_root, topology::Topology};
 use api::{
     Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, PrefixError,
     RunningJobs, check_prefix, check_prefix_characters, check_prefix_place, duration, is_subdomain, parse_duration,
+    quantity::milli,
     rules::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
 };
 
@@ -181,6 +182,9 @@ fn pods(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
     }
     if pods.max_gang == Some(0) {
         wrong.push(Finding::new("spec.pods.maxGang", "is 0: a single pod is a gang of one"));
+    }
+    if let Some(Err(error)) = pods.tolerance.as_deref().map(milli) {
+        wrong.push(Finding::new("spec.pods.tolerance", error.to_string()));
     }
     let duration = pods.default_duration.as_deref().and_then(parse_duration);
     if duration.is_some_and(|duration| duration < Duration::from_secs(1)) {

@@ -57,6 +57,8 @@ const BAD: &[(&str, &str)] = &[
     ("{pods: {maxGang: 0}}", "pods.maxGang"),
     ("{pods: {defaultDuration: 0s}}", "pods.defaultDuration"),
     ("{pods: {completeAfter: soon}}", "pods.completeAfter"),
+    ("{pods: {tolerance: half}}", "pods.tolerance"),
+    ("{pods: {tolerance: -500m}}", "pods.tolerance"),
     ("{prefix: opt/flux}", "prefix"),
     ("{prefix: /}", "prefix"),
     ("{prefix: /opt}", "prefix"),

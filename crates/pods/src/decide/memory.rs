@@ -31,6 +31,8 @@ pub(super) struct RecoveryMemory {
     pub gangs: BTreeMap<GangId, Asked>,
     /// Those for which a job was refused.
     pub given_up: BTreeSet<GangId>,
+    /// The ranks for which a shadow job was refused.
+    pub given_up_ranks: BTreeSet<Rank>,
 }
 
 /// What a recovery has asked Flux for.

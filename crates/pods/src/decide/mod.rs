@@ -12,6 +12,7 @@ mod queue;
 mod recovery;
 mod request;
 mod round;
+mod shadows;
 mod start;
 #[cfg(test)]
 mod tests;
@@ -29,7 +30,7 @@ use self::{
     start::Progress,
     words::Words,
 };
-pub use self::{memory::Memory, recovery::Recovery, words::AUTOSCALE_AFTER};
+pub use self::{memory::Memory, recovery::Recovery, shadows::OtherPods, words::AUTOSCALE_AFTER};
 use crate::{
     action::Action, gangs::Gang, jobs::JobState, pod::PodView, record::GangId, requests::cores, time::Millis,
     world::World,
@@ -67,6 +68,8 @@ pub struct Report {
     pub refused: usize,
     /// Pods whose cores nobody holds.
     pub uncovered: usize,
+    /// What pods of other schedulers use.
+    pub other_pods: OtherPods,
 }
 
 /// What the bridge does.
@@ -101,7 +104,7 @@ pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
         return Decision::default();
     };
     let (Some(jobs), Some(pods)) = (&world.jobs, &world.pods) else { return Decision::loading() };
-    let (bound, listed) = (being_bound(world, pods), listed(jobs));
+    let (bound, listed) = (being_bound(world, pods, now), listed(jobs));
     let first_queued = std::mem::take(&mut memory.first_queued);
     let mut round = Round::new((world, broker, jobs, pods), &bound, &listed, first_queued, now);
     memory.told.retain(|uid, _| pods.by_uid.contains_key(uid));
@@ -130,7 +133,9 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     if round.broker.queues.has_stopped_by_us() && !round.world.under_way.contains(&Action::StartQueues) {
         round.actions.push(Action::StartQueues);
     }
-    let mut report = Report { standing: Standing::Serving, ..Report::default() };
+    // Before pods are bound, which is not what other pods use.
+    let (other_pods, of_shadows) = shadows::keep(round);
+    let mut report = Report { standing: Standing::Serving, other_pods, ..Report::default() };
     let mut queue = Vec::new();
     let places = words::places(round);
     let gangs = std::mem::take(&mut round.gangs);
@@ -158,6 +163,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
         }
     }
     round.gangs = gangs;
+    round.actions.extend(of_shadows);
     patience::resume(round);
     order::keep_order(round, queue);
     report

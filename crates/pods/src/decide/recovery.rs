@@ -10,6 +10,8 @@
 //! the recovery ends, so that each gang is asked for once, however many are refused. Nothing waits for a gang that came after
 //! the recovery began, either. But if Flux takes no jobs at all
 //! (`flux queue disable`), the queues stay stopped while any pod runs on cores that no job holds.
+//!
+//! What pods of other schedulers use is asked for in the same way ([`shadows`]), after the gangs.
 
 use std::collections::BTreeSet;
 
@@ -22,6 +24,7 @@ use super::{
     pins::{Again, submit_pins},
     request::request,
     round::Round,
+    shadows,
     start::avoided,
 };
 use crate::{
@@ -77,11 +80,12 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     let gangs = std::mem::take(&mut round.gangs);
     if memory.recovery.life != round.broker.life {
         let known = gangs.iter().map(|gang| (gang.id.clone(), Asked::default())).collect();
-        memory.recovery = RecoveryMemory { life: round.broker.life.clone(), gangs: known, given_up: BTreeSet::new() };
+        memory.recovery = RecoveryMemory { life: round.broker.life.clone(), gangs: known, ..RecoveryMemory::default() };
     }
     // A refusal counts only if this broker takes jobs at all.
     if !round.broker.accepts_jobs {
         memory.recovery.given_up.clear();
+        memory.recovery.given_up_ranks.clear();
     }
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
     let mut is_disabled = false;
@@ -102,6 +106,11 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
                 paused.insert(&gang.id);
             }
         }
+    }
+    // Not before the jobs of gangs show: what these hold is no use of other pods.
+    if !is_submitting {
+        let asked = shadows::ask_again(round, &mut memory.recovery.given_up_ranks);
+        (is_submitting, is_disabled) = (asked.is_submitting, is_disabled | asked.is_disabled);
     }
     let is_canceling = !is_submitting && cancel_old(round, &gangs, &needed, &paused);
     round.gangs = gangs;
@@ -221,5 +230,5 @@ fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>, pause
         }
     }
     round.actions.extend(cancels);
-    any
+    any | shadows::cancel_old(round)
 }

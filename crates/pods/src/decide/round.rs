@@ -1,6 +1,6 @@
 //! One round: what is known, arranged for the rules, and what they want done.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use api::Rank;
 
@@ -28,8 +28,10 @@ pub(super) struct Round<'a> {
     pub gangs: Vec<Gang<'a>>,
     /// What is on the nodes, and what this round adds.
     pub usage: UsageByNode,
-    /// How many cores of each rank belong to pods that the bridge has bound, or to host jobs.
-    taken: BTreeMap<Rank, u32>,
+    /// See [`Round::cores_of_gangs`].
+    cores_of_gangs: BTreeMap<Rank, u32>,
+    /// How many cores of each rank jobs hold that are for no gang.
+    held_outside_gangs: BTreeMap<Rank, u32>,
     /// The rank of each member's node.
     pub ranks: BTreeMap<&'a str, Rank>,
     /// The ranks of all targets.
@@ -46,12 +48,12 @@ pub(super) struct Round<'a> {
 }
 
 /// The pods that are being bound, as they will be.
-pub(super) fn being_bound(world: &World, pods: &Pods) -> Vec<PodView> {
+pub(super) fn being_bound(world: &World, pods: &Pods, now: Millis) -> Vec<PodView> {
     let binding = |action: &Action| match action {
         Action::Bind(binding) => {
             let pod = pods.by_uid.get(&binding.pod.uid).filter(|pod| pod.node.is_none())?;
             let (node, record) = (Some(binding.node.clone()), Some(binding.record.clone()));
-            Some(PodView { node, record, plan: None, ..pod.clone() })
+            Some(PodView { node, record, bound: Some(now), plan: None, ..pod.clone() })
         }
         _ => None,
     };
@@ -73,25 +75,48 @@ pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     listed
 }
 
-/// How many cores of each rank belong to `pods`, which the bridge has bound, or to host jobs. `ranks`: the rank of each node.
-fn taken<'a>(
-    pods: impl Iterator<Item = &'a PodView>,
+/// How many cores of each rank jobs of gangs hold for pods, or will hold. `bound`: the pods that the bridge has bound. Each counts with its
+/// slot, which it keeps if it is resized; one that no job lists, with what it requests. A job for one rank counts as a whole: all of its
+/// pods are there, or will be.
+fn cores_of_gangs<'a>(
+    bound: impl Iterator<Item = &'a PodView>,
     jobs: &Jobs,
     ranks: &BTreeMap<&str, Rank>,
     targets: &BTreeMap<Rank, Target>,
 ) -> BTreeMap<Rank, u32> {
-    let mut taken: BTreeMap<Rank, u32> = BTreeMap::new();
-    for pod in pods {
+    let (mut by_rank, mut slots) = (BTreeMap::<Rank, u32>::new(), HashMap::<&str, u32>::new());
+    let mut add = |rank: Rank, cores: u32| {
+        let sum = by_rank.entry(rank).or_default();
+        *sum = sum.saturating_add(cores);
+    };
+    for (job, BridgedJob { record, shape }) in jobs.bridged().filter(|(job, _)| job.is_active()) {
+        // An older job than the pin may list the pod, too.
+        let is_pin = job.state == JobState::Pending && record.pinned.is_some();
+        if let Some(rank) = record.pinned.filter(|_| is_pin) {
+            add(rank, shape.slots.saturating_mul(shape.cores));
+        }
+        for member in &record.members {
+            let slot = slots.entry(&member.uid).or_insert(shape.cores);
+            *slot = if is_pin { 0 } else { *slot };
+        }
+    }
+    for pod in bound {
         let Some(rank) = pod.node.as_deref().and_then(|node| ranks.get(node)) else { continue };
         let Some(target) = targets.get(rank) else { continue };
-        let taken = taken.entry(*rank).or_default();
-        *taken = taken.saturating_add(cores(pod.requests.cpu, target.threads));
+        let slot = slots.get(pod.uid.as_str()).copied();
+        add(*rank, slot.unwrap_or_else(|| cores(pod.requests.cpu, target.threads)));
     }
-    for slot in jobs.iter().filter(|job| job.bridged().is_none()).flat_map(Job::held) {
-        let taken = taken.entry(slot.rank).or_default();
-        *taken = taken.saturating_add(u32::try_from(slot.cores.len()).unwrap_or(u32::MAX));
+    by_rank
+}
+
+/// How many cores of each rank those jobs hold.
+pub(super) fn held_by(jobs: &Jobs, is_meant: impl Fn(&Job) -> bool) -> BTreeMap<Rank, u32> {
+    let mut held: BTreeMap<Rank, u32> = BTreeMap::new();
+    for slot in jobs.iter().filter(|job| is_meant(job)).flat_map(Job::held) {
+        let held = held.entry(slot.rank).or_default();
+        *held = held.saturating_add(u32::try_from(slot.cores.len()).unwrap_or(u32::MAX));
     }
-    taken
+    held
 }
 
 impl<'a> Round<'a> {
@@ -125,7 +150,9 @@ impl<'a> Round<'a> {
             }
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
-        let ours = shown.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));
+        let counts = |pod: &PodView| pod.may_be_there() || listed.contains_key(pod.uid.as_str());
+        let there: Vec<&PodView> = shown.iter().copied().filter(|pod| counts(pod)).collect();
+        let ours = there.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));
         Self {
             world,
             broker,
@@ -133,8 +160,9 @@ impl<'a> Round<'a> {
             pods,
             now,
             gangs: gangs(shown.iter().copied(), known, now),
-            usage: UsageByNode::of(shown.iter().copied(), |pod| known.is_foreign(pod), now),
-            taken: taken(ours, jobs, &ranks, &world.targets),
+            usage: UsageByNode::of(there.iter().copied(), |pod| known.is_foreign(pod), now),
+            cores_of_gangs: cores_of_gangs(ours, jobs, &ranks, &world.targets),
+            held_outside_gangs: held_by(jobs, |job| job.bridged().is_none()),
             ranks,
             members: world.targets.keys().copied().collect(),
             by_gang,
@@ -146,9 +174,15 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// The most cores of a rank that Flux may still give to pods: all but those of bound pods and of host jobs.
+    /// How many cores of a rank jobs of gangs hold for pods, or will hold.
+    pub fn cores_of_gangs(&self, rank: Rank) -> u32 {
+        self.cores_of_gangs.get(&rank).copied().unwrap_or_default()
+    }
+
+    /// The most cores of a rank that Flux may still give to pods: all but those of bound pods, and of jobs that are for no gang.
     pub fn may_be_free(&self, target: &Target) -> u32 {
-        target.cores.saturating_sub(self.taken.get(&target.rank).copied().unwrap_or_default())
+        let held = self.held_outside_gangs.get(&target.rank).copied().unwrap_or_default();
+        target.cores.saturating_sub(held).saturating_sub(self.cores_of_gangs(target.rank))
     }
 
     /// The jobs of a gang, those that ended a short while ago among them.

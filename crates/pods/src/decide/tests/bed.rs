@@ -15,6 +15,7 @@ use crate::{
     jobspec::Shape,
     pod::{FORCED_HOLD, Phase, PodView},
     requests::cores,
+    shadow::Shadow,
     time::Millis,
     world::{Broker, Pods, Queues, World},
 };
@@ -33,8 +34,12 @@ impl FluxJob {
     pub fn bridged(&self) -> Option<Box<BridgedJob>> {
         match classify(&self.jobspec, true) {
             JobClass::Gang(job) => Some(job),
-            JobClass::Host => None,
+            JobClass::Host | JobClass::Shadow(_) => None,
         }
+    }
+
+    pub fn is_host_job(&self) -> bool {
+        classify(&self.jobspec, true) == JobClass::Host
     }
 }
 
@@ -339,7 +344,7 @@ impl Bed {
         self.deliver(usize::MAX, usize::MAX);
         self.jobs.retain(|id, job| job.slots.is_none() || (keeps(*id) && !cancels));
         // Processes do not survive.
-        self.jobs.retain(|_, job| job.slots.is_none() || job.bridged().is_some());
+        self.jobs.retain(|_, job| job.slots.is_none() || !job.is_host_job());
         self.forget_unknown();
         let now = self.now;
         let broker = self.broker();
@@ -385,8 +390,16 @@ impl Bed {
     pub fn used(&self, rank: Rank) -> u32 {
         let node = &self.seen.targets[&rank].node;
         let ghosts = self.ghosts.values().map(|(pod, _)| pod);
-        let running = self.pods.values().filter(|pod| !pod.is_terminal() && pod.is_bridged).chain(ghosts);
+        let running = self.pods.values().filter(|pod| !pod.is_terminal()).chain(ghosts).filter(|pod| pod.is_bridged);
         running.filter(|pod| pod.node.as_ref() == Some(node)).map(|pod| cores(pod.requests.cpu, 1)).sum()
+    }
+
+    /// What all pods on `rank` request, in thousandths of a core, those that run after their deletion among them.
+    pub fn requested(&self, rank: Rank) -> u64 {
+        let node = &self.seen.targets[&rank].node;
+        let ghosts = self.ghosts.values().map(|(pod, _)| pod);
+        let running = self.pods.values().filter(|pod| !pod.is_terminal()).chain(ghosts);
+        running.filter(|pod| pod.node.as_ref() == Some(node)).map(|pod| pod.requests.cpu).sum()
     }
 
     /// Cores that jobs hold on `rank`: those of the bridge, and all.
@@ -396,6 +409,19 @@ impl Bed {
             slots.filter(|slot| slot.rank == rank).map(|slot| u32::try_from(slot.cores.len()).unwrap()).sum()
         };
         (cores(&|job| job.bridged().is_some()), cores(&|_| true))
+    }
+
+    /// Cores of `rank` that shadow jobs hold, and those that they wait for.
+    pub fn shadows(&self, rank: Rank) -> (u32, u32) {
+        let (mut held, mut waits) = (0, 0);
+        for job in self.jobs.values() {
+            match Shadow::read(&job.jobspec).filter(|shadow| shadow.rank == rank) {
+                Some(shadow) if job.slots.is_some() => held += shadow.cores,
+                Some(shadow) => waits += shadow.cores,
+                None => {}
+            }
+        }
+        (held, waits)
     }
 
     /// Names of the pods that are bound, with their nodes.

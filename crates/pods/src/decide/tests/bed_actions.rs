@@ -4,9 +4,10 @@ use serde_json::json;
 
 use super::bed::{Bed, News};
 use crate::{
-    action::Action,
+    action::{Action, ShadowStep},
     allocation::Slot,
     jobs::NOTE,
+    jobspec::PINNED_URGENCY,
     pod::PodView,
     time::{Millis, SECOND},
     world::Queues,
@@ -69,6 +70,12 @@ impl Bed {
             Action::ResumeJob(job) => {
                 let resumed = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
                 (resumed.is_suspended, resumed.suspended_for) = (false, None);
+            }
+            Action::Shadow(ShadowStep::Submit(request)) => self.submit(&request.jobspec(), PINNED_URGENCY, serial),
+            Action::Shadow(ShadowStep::Cancel { job, .. }) => self.cancel_for(*job, NOTE, serial),
+            Action::Shadow(ShadowStep::Shrink { job, request, .. }) => {
+                self.submit(&request.jobspec(), PINNED_URGENCY, serial);
+                self.cancel_for(*job, NOTE, serial);
             }
             Action::StopQueues(_) => self.broker().queues = Queues::Stopped,
             Action::StartQueues => {

@@ -7,6 +7,7 @@ mod lifecycle_tests;
 mod random_tests;
 mod recovery_tests;
 mod scale_tests;
+mod shadow_tests;
 
 use bed::{BEGIN, Bed, FluxJob};
 use broker::job_id::JobId;

@@ -4,9 +4,10 @@ use super::bed::{Bed, FluxJob};
 use crate::{
     action::Action,
     decide::Standing,
-    fixture::{annotated, kube_job, of_job, pod},
+    fixture::{annotated, foreign, kube_job, of_job, pod},
     jobs::NOTE,
     pod::{FORCED_HOLD, Phase, PodView},
+    shadow::wanted,
     time::SECOND,
     world::Queues,
 };
@@ -115,18 +116,27 @@ impl Play {
                 "a host job"
             }
             60..65 => {
-                let host = self.bed.jobs.iter().find(|(_, job)| job.bridged().is_none()).map(|(id, _)| *id);
+                let host = self.bed.jobs.iter().find(|(_, job)| job.is_host_job()).map(|(id, _)| *id);
                 if let Some(id) = host.filter(|_| self.bed.broker().queues != Queues::Offline) {
                     self.bed.cancel(id, "");
                 }
                 "a host job ends"
+            }
+            65..70 => {
+                let (name, rank) = (self.new_name("other"), self.number(4));
+                let milli = 300 * (1 + self.random.below(6) as u64);
+                if self.bed.requested(rank) + milli <= self.bed.seen.targets[&rank].allocatable.cpu {
+                    let node = Some(format!("node{rank}"));
+                    self.bed.create([PodView { node, ..foreign(&name, milli) }]);
+                }
+                "a pod of another scheduler"
             }
             _ => self.step_of_machines(),
         }
     }
 
     fn step_of_machines(&mut self) -> &'static str {
-        match self.random.below(35) {
+        match self.random.below(30) {
             0..14 => {
                 let time = self.number(4000);
                 self.bed.set_time(self.bed.now + i64::from(time));
@@ -246,8 +256,19 @@ impl Play {
         self.steps.push("settles");
         self.bed.settle();
         self.check();
-        let hosts: Vec<_> =
-            self.bed.jobs.iter().filter(|(_, job)| job.bridged().is_none()).map(|(id, _)| *id).collect();
+        // The bridge counts a pod that is gone for as long from when it sees that.
+        self.bed.pass(FORCED_HOLD);
+        for (rank, target) in &self.bed.seen.targets {
+            let (requested, used) = (self.bed.requested(*rank), self.bed.used(*rank));
+            let (held, waits) = self.bed.shadows(*rank);
+            let expected = wanted(target, requested, used, self.bed.seen.settings.tolerance);
+            assert_eq!(
+                held + waits,
+                expected,
+                "rank {rank}: {requested} is requested, {used} cores are gangs'; {held} held, {waits} waited for"
+            );
+        }
+        let hosts: Vec<_> = self.bed.jobs.iter().filter(|(_, job)| job.is_host_job()).map(|(id, _)| *id).collect();
         hosts.into_iter().for_each(|id| self.bed.cancel(id, ""));
         self.bed.pass(100 * SECOND);
         // A gang that is complete and fits has been bound by now, or waits for another one.
@@ -276,6 +297,7 @@ impl Play {
         self.bed.pass(2 * FORCED_HOLD);
         let left: Vec<_> = self.bed.jobs.values().filter_map(FluxJob::bridged).map(|job| job.record.gang).collect();
         assert_eq!(left, [], "held for nobody");
+        assert!((0..4).all(|rank| self.bed.shadows(rank) == (0, 0)), "held for other pods that are gone");
     }
 }
 

@@ -1,0 +1,282 @@
+//! What pods of other schedulers use of each node is held by shadow jobs.
+//!
+//! A shadow job is pinned to one rank. What a rank's pods use more is one more job, and what they use less ends one. If Flux can't give a
+//! shadow job its cores yet, because another job has them, the job waits: both run on, and nothing is killed.
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+};
+
+use api::Rank;
+
+use super::{
+    pause::paused_by,
+    round::{Round, held_by},
+};
+use crate::{
+    action::{Action, ShadowStep},
+    jobs::{Job, JobClass, JobState},
+    shadow::{Shadow, ShadowRequest, wanted},
+    target::Target,
+    time::Millis,
+    world::Queues,
+};
+
+/// The larger one is exchanged.
+const FEWER: &str = "pods of other schedulers use fewer cores";
+/// It waits for all of its cores, where some are free.
+const IN_PARTS: &str = "its cores are asked for in parts";
+/// Nobody sees to pods on such a node.
+const NO_MEMBER: &str = "its node is no member any more";
+/// After a restart.
+const REPLACED: &str = "the broker has restarted, and another job is for the same pods";
+
+/// What pods of other schedulers use of all nodes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct OtherPods {
+    /// How many cores shadow jobs are to hold.
+    pub cores: u32,
+    /// How many of these other jobs have.
+    pub overlapping: u32,
+}
+
+/// What brings the shadow jobs of all ranks to what pods use there, beside what they use.
+pub(super) fn keep(round: &mut Round) -> (OtherPods, Vec<Action>) {
+    let (all, none) = (by_rank(round), Shadows::default());
+    let by_others = held_by(round.jobs, |job| !matches!(job.class, JobClass::Shadow(_)));
+    let (mut found, mut steps) = (OtherPods::default(), Vec::new());
+    for (rank, target) in &round.world.targets {
+        let shadows = all.get(rank).unwrap_or(&none);
+        let by_others = by_others.get(rank).copied().unwrap_or_default();
+        let wanted = wanted_on(round, target);
+        found.cores = found.cores.saturating_add(wanted);
+        let overlapping = by_others.saturating_add(wanted).saturating_sub(target.cores).min(wanted);
+        found.overlapping = found.overlapping.saturating_add(overlapping);
+        let free = target.cores.saturating_sub(by_others).saturating_sub(shadows.allocated());
+        steps.extend(shadows.steps(wanted, free, |cores| request(round, target, cores)));
+    }
+    let ranks_of_members: BTreeSet<Rank> = round.ranks.values().copied().collect();
+    // A member whose Node can't be read may still have its pods.
+    for (rank, shadows) in all.iter().filter(|(rank, _)| !ranks_of_members.contains(rank)) {
+        let cancel = |(job, _): &(&Job, Shadow)| ShadowStep::Cancel { job: job.id, rank: *rank, why: NO_MEMBER };
+        steps.extend(shadows.jobs.iter().map(cancel));
+    }
+    (found, possible(round, &all, steps))
+}
+
+/// How far a recovery has asked for what other pods use.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Asked {
+    /// Jobs are being submitted.
+    pub is_submitting: bool,
+    /// Flux takes no jobs at all, and pods use cores that no job holds.
+    pub is_disabled: bool,
+}
+
+/// After a start of the lead's broker: asks for what other pods use. Jobs are only added, up to the cores of each rank, so this ends
+/// however often pods change. A rank whose job is refused is added to `given_up`, and not waited for until the recovery ends.
+pub(super) fn ask_again(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Asked {
+    let (all, none) = (by_rank(round), Shadows::default());
+    let (mut asked, mut steps) = (Asked::default(), Vec::new());
+    for (rank, target) in &round.world.targets {
+        let shadows = all.get(rank).unwrap_or(&none);
+        let wanted = wanted_on(round, target);
+        if shadows.pending() >= wanted {
+            continue;
+        }
+        if round.world.refused_ranks.contains(rank) || shadows.is_paused(round.now) {
+            given_up.insert(*rank);
+        }
+        match () {
+            () if given_up.contains(rank) => {}
+            () if !round.broker.accepts_jobs => asked.is_disabled |= shadows.cores() < wanted,
+            () => {
+                asked.is_submitting = true;
+                steps.push(ShadowStep::Submit(request(round, target, wanted - shadows.pending())));
+            }
+        }
+    }
+    let actions = possible(round, &all, steps);
+    round.actions.extend(actions);
+    asked
+}
+
+/// Cancels what [`ask_again`] has replaced. Nothing is allocated while the queues are stopped, so an allocated job is of the broker's
+/// earlier life. One that nothing replaces yet stays. Returns true until all others have ended.
+pub(super) fn cancel_old(round: &mut Round) -> bool {
+    let all = by_rank(round);
+    let ranks_of_members: BTreeSet<Rank> = round.ranks.values().copied().collect();
+    let is_replaced = |rank: &Rank| match round.world.targets.get(rank) {
+        Some(target) => all.get(rank).map_or(0, Shadows::pending) >= wanted_on(round, target),
+        None => !ranks_of_members.contains(rank),
+    };
+    let is_old = |job: &Job| !matches!(job.state, JobState::Pending | JobState::Ended);
+    let old = round.jobs.shadows().filter(|(job, shadow)| is_old(job) && is_replaced(&shadow.rank));
+    let old: Vec<_> = old.map(|(job, shadow)| (job, shadow.rank)).collect();
+    let cancel = |(job, rank): &(&Job, Rank)| ShadowStep::Cancel { job: job.id, rank: *rank, why: REPLACED };
+    let steps = old.iter().filter(|(job, _)| job.is_active()).map(cancel).collect();
+    let actions = possible(round, &all, steps);
+    round.actions.extend(actions);
+    !old.is_empty()
+}
+
+/// Those of the steps that may begin now.
+fn possible(round: &mut Round, all: &BTreeMap<Rank, Shadows>, steps: Vec<ShadowStep>) -> Vec<Action> {
+    // What ends while the scheduler is offline keeps its cores for ever.
+    if round.broker.queues == Queues::Offline {
+        return Vec::new();
+    }
+    let mut actions = Vec::new();
+    let rank = |action: &Action| if let Action::Shadow(step) = action { Some(step.rank()) } else { None };
+    let busy: BTreeSet<Rank> = round.world.under_way.iter().filter_map(rank).collect();
+    for step in steps.into_iter().filter(|step| !busy.contains(&step.rank())) {
+        let (rank, is_cancel) = (step.rank(), matches!(step, ShadowStep::Cancel { .. }));
+        let paused_until = all.get(&rank).and_then(|shadows| shadows.paused_until).filter(|until| round.now < *until);
+        if let Some(until) = paused_until.filter(|_| !is_cancel) {
+            round.wake_at(until);
+        } else if is_cancel || (round.broker.accepts_jobs && !round.world.refused_ranks.contains(&rank)) {
+            actions.push(Action::Shadow(step));
+        }
+    }
+    actions
+}
+
+/// How many cores of `target` shadow jobs are to hold.
+fn wanted_on(round: &Round, target: &Target) -> u32 {
+    let requested = round.usage.all(&target.node).requests.cpu;
+    wanted(target, requested, round.cores_of_gangs(target.rank), round.world.settings.tolerance)
+}
+
+fn request(round: &Round, target: &Target, cores: u32) -> ShadowRequest {
+    let duration = round.world.settings.default_duration;
+    ShadowRequest { rank: target.rank, node: target.node.clone(), cores, duration }
+}
+
+/// The shadow jobs of a rank.
+#[derive(Default)]
+struct Shadows<'a> {
+    /// Those that are active.
+    jobs: Vec<(&'a Job, Shadow)>,
+    /// Until when none is submitted, because Flux has ended one.
+    paused_until: Option<Millis>,
+}
+
+fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
+    let mut all: BTreeMap<Rank, Shadows> = BTreeMap::new();
+    for (job, shadow) in round.jobs.shadows() {
+        let of_rank = all.entry(shadow.rank).or_default();
+        if job.is_active() {
+            of_rank.jobs.push((job, *shadow));
+        } else if let Some((until, _)) = paused_by(job) {
+            of_rank.paused_until = of_rank.paused_until.max(Some(until));
+        }
+    }
+    all
+}
+
+impl Shadows<'_> {
+    fn is_paused(&self, now: Millis) -> bool {
+        self.paused_until.is_some_and(|until| now < until)
+    }
+
+    /// How many cores they hold or wait for.
+    fn cores(&self) -> u32 {
+        self.jobs.iter().map(|(_, shadow)| shadow.cores).sum()
+    }
+
+    /// How many cores they wait for.
+    fn pending(&self) -> u32 {
+        self.jobs.iter().filter(|(job, _)| is_pending(job)).map(|(_, shadow)| shadow.cores).sum()
+    }
+
+    /// How many cores they hold.
+    fn allocated(&self) -> u32 {
+        self.cores() - self.pending()
+    }
+
+    /// What makes them hold `wanted` cores. `free`: how many cores of the rank no job holds.
+    fn steps(&self, wanted: u32, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+        match wanted.checked_sub(self.cores()) {
+            Some(0) => self.split(free, request),
+            Some(more) => {
+                let sizes = sizes(more, free.saturating_sub(self.pending()));
+                sizes.into_iter().map(|cores| ShadowStep::Submit(request(cores))).collect()
+            }
+            None => self.shrink(self.cores() - wanted, request),
+        }
+    }
+
+    /// If all jobs that wait are larger than what is free, because others were faster: takes what is free.
+    fn split(&self, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+        let waiting = self.jobs.iter().filter(|(job, _)| is_pending(job));
+        match waiting.min_by_key(|(_, shadow)| shadow.cores) {
+            Some((job, shadow)) if (1..shadow.cores).contains(&free) => {
+                let rest = request(shadow.cores - free);
+                vec![
+                    ShadowStep::Submit(request(free)),
+                    ShadowStep::Shrink { job: job.id, request: rest, why: IN_PARTS },
+                ]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Cancels jobs, those first that wait, and the largest first.
+    fn shrink(&self, mut excess: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+        let mut jobs = self.jobs.clone();
+        jobs.sort_by_key(|(job, shadow)| (!is_pending(job), Reverse(shadow.cores), Reverse(job.id)));
+        let (mut steps, mut larger) = (Vec::new(), None);
+        for (job, shadow) in jobs {
+            if shadow.cores <= excess {
+                excess -= shadow.cores;
+                steps.push(ShadowStep::Cancel { job: job.id, rank: shadow.rank, why: FEWER });
+            } else {
+                larger = Some((job, shadow.cores));
+            }
+        }
+        if let Some((job, cores)) = larger.filter(|_| excess > 0) {
+            steps.push(ShadowStep::Shrink { job: job.id, request: request(cores - excess), why: FEWER });
+        }
+        steps
+    }
+}
+
+fn is_pending(job: &Job) -> bool {
+    job.state == JobState::Pending
+}
+
+/// How `more` cores are asked for: what is free by one job, and the rest by jobs of 1, 2, 4 cores and so on, so that whatever comes free
+/// is held at once, by few jobs.
+fn sizes(more: u32, free: u32) -> Vec<u32> {
+    let at_once = more.min(free);
+    let mut left = more - at_once;
+    let mut sizes: Vec<u32> = (at_once > 0).then_some(at_once).into_iter().collect();
+    let mut next = 1;
+    while left > 0 {
+        let size = left.min(next);
+        sizes.push(size);
+        left -= size;
+        next *= 2;
+    }
+    sizes
+}
+
+#[cfg(test)]
+mod size_tests {
+    use super::sizes;
+
+    #[test]
+    fn what_is_free_is_asked_for_at_once_and_the_rest_in_parts() {
+        for (more, free, expected) in [
+            (3, 8, &[3][..]),
+            (3, 0, &[1, 2]),
+            (8, 2, &[2, 1, 2, 3]),
+            (128, 0, &[1, 2, 4, 8, 16, 32, 64, 1]),
+            (u32::MAX, u32::MAX, &[u32::MAX]),
+            (0, 4, &[]),
+        ] {
+            assert_eq!(sizes(more, free), expected, "{more} cores, {free} free");
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! What pods of other schedulers use is held by shadow jobs.
+
+use super::{bed::Bed, gang};
+use crate::{
+    action::Action,
+    decide::{OtherPods, Recovery, Standing},
+    fixture::{bound, foreign, pod},
+    jobspec::PINNED_URGENCY,
+    pod::{FORCED_HOLD, Phase, PodView},
+    shadow::Shadow,
+    time::SECOND,
+    world::{PAUSE, Queues},
+};
+
+/// The cores that other pods use, and how many of them other jobs have, as it is reported.
+fn reported(bed: &mut Bed) -> (u32, u32) {
+    let OtherPods { cores, overlapping } = bed.decide().report.other_pods;
+    (cores, overlapping)
+}
+
+/// How many cores each shadow job has asked for, in the order in which they were submitted.
+fn sizes(bed: &Bed) -> Vec<u32> {
+    bed.jobs.values().filter_map(|job| Some(Shadow::read(&job.jobspec)?.cores)).collect()
+}
+
+#[test]
+fn cores_that_other_pods_use_are_given_to_nobody_else() {
+    let mut bed = Bed::new(&[4, 4]);
+    bed.create([foreign("system", 400), foreign("web", 2000)]);
+    bed.settle();
+    assert_eq!((bed.shadows(0), bed.shadows(1), reported(&mut bed)), ((2, 0), (0, 0), (2, 0)));
+    bed.create([pod("a", 3)]);
+    bed.settle();
+    assert_eq!(bed.bound(), ["a@node1", "system@node0", "web@node0"]);
+    bed.create([foreign("db", 1000)]);
+    bed.settle();
+    assert_eq!((bed.shadows(0), sizes(&bed)), ((3, 0), vec![2, 1]), "what grows is one more job");
+    assert!(bed.jobs.values().filter(|job| job.urgency == PINNED_URGENCY).count() == 2);
+    bed.end("web", Phase::Succeeded);
+    bed.settle();
+    assert_eq!((bed.shadows(0), sizes(&bed)), ((1, 0), vec![1]), "the job of that size has ended");
+    bed.vanish("system");
+    bed.vanish("db");
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0), "deleted by force, they may run on");
+    bed.pass(FORCED_HOLD);
+    assert_eq!((bed.shadows(0), reported(&mut bed)), ((0, 0), (0, 0)));
+}
+
+#[test]
+fn what_fits_on_the_cores_that_flux_does_not_have_is_held_by_no_job() {
+    let mut bed = Bed::new(&[3]);
+    // Flux leaves one of four cores to the system.
+    bed.seen.targets.get_mut(&0).unwrap().allocatable.cpu = 3940;
+    bed.create([foreign("system", 940)]);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (0, 0));
+    bed.create([foreign("small", 10)]);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0));
+}
+
+#[test]
+fn a_pod_of_the_bridge_that_is_resized_has_the_difference_held_too() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([pod("a", 1)]);
+    bed.settle();
+    bed.change("a", |pod| pod.requests.cpu = 2600);
+    bed.settle();
+    assert_eq!((bed.shadows(0), bed.shown_jobs()), ((2, 0), vec!["default/a 1x1 @0".to_owned()]));
+    bed.restart_broker(|_| true, false);
+    bed.settle();
+    assert_eq!((bed.shadows(0), bed.shown_jobs()), ((0, 0), vec!["default/a 1x3 @0".to_owned()]));
+}
+
+#[test]
+fn a_shadow_job_too_large_is_exchanged_and_no_other_job_gets_its_cores() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 3500)]);
+    bed.settle();
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    assert_eq!((bed.shadows(0), bed.held(0)), ((3, 0), (0, 3)), "the host job waits");
+    bed.change("web", |pod| pod.requests.cpu = 2500);
+    bed.settle();
+    assert_eq!((bed.shadows(0), sizes(&bed), bed.held(0)), ((2, 0), vec![2], (0, 4)), "resized in place");
+}
+
+#[test]
+fn what_jobs_have_already_is_waited_for_core_by_core_and_nothing_is_killed() {
+    let mut bed = Bed::new(&[4]);
+    bed.submit_host_job(1, 1);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.create([foreign("web", 3500)]);
+    bed.settle();
+    assert_eq!((bed.shadows(0), sizes(&bed), reported(&mut bed)), ((1, 2), vec![1, 1, 1], (3, 2)));
+    bed.create([pod("a", 1)]);
+    bed.settle();
+    let hosts: Vec<_> = bed.jobs.iter().filter(|(_, job)| job.is_host_job()).map(|(id, _)| *id).collect();
+    assert_eq!(hosts.len(), 2);
+    bed.cancel(hosts[0], "");
+    bed.settle();
+    assert_eq!((bed.shadows(0), reported(&mut bed)), ((2, 1), (3, 1)), "before the pod that waits");
+    bed.cancel(hosts[1], "");
+    bed.settle();
+    assert_eq!((bed.shadows(0), reported(&mut bed)), ((3, 0), (3, 0)));
+}
+
+#[test]
+fn other_pods_have_their_cores_first_after_a_restart_of_the_broker() {
+    for (what, keeps, cancels) in [("power", false, false), ("kill", true, false), ("term", false, true)] {
+        let mut bed = Bed::new(&[2, 2]);
+        bed.create([foreign("web", 2500)]);
+        bed.create(gang("g", 1));
+        bed.settle();
+        bed.run_all();
+        bed.submit_host_job(2, 2);
+        bed.settle();
+        bed.restart_broker(|_| keeps, cancels);
+        // More comes while the queues are stopped.
+        bed.create([PodView { node: Some("node1".into()), ..foreign("db", 1500) }]);
+        bed.settle();
+        assert_eq!(bed.bound(), ["db@node1", "g0@node1", "web@node0"], "{what}");
+        assert_eq!((bed.shadows(0), bed.shadows(1)), ((2, 0), (1, 0)), "{what}");
+        assert!(bed.jobs.values().filter(|job| job.slots.is_some()).all(|job| job.urgency == PINNED_URGENCY), "{what}");
+        assert_eq!(bed.decide().report.standing, Standing::Serving);
+    }
+}
+
+#[test]
+fn a_recovery_ends_though_other_pods_come_and_go() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 1500)]);
+    bed.settle();
+    bed.restart_broker(|_| true, false);
+    for milli in [2500, 1500, 3500, 1500, 3500] {
+        bed.change("web", |pod| pod.requests.cpu = milli);
+        bed.deliver(usize::MAX, usize::MAX);
+        let decision = bed.decide();
+        decision.actions.iter().for_each(|action| bed.carry_out(action));
+    }
+    bed.settle();
+    assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::Started, (3, 0)));
+}
+
+#[test]
+fn a_recovery_waits_for_no_rank_whose_shadow_job_is_refused_and_leaves_it_what_it_has() {
+    let mut bed = Bed::new(&[4, 4]);
+    bed.create([foreign("web", 1500), PodView { node: Some("node1".into()), ..foreign("db", 1500) }]);
+    bed.settle();
+    bed.restart_broker(|_| true, false);
+    bed.seen.refused_ranks = [0].into();
+    bed.settle();
+    assert_eq!((bed.broker().queues, bed.shadows(0), bed.shadows(1)), (Queues::Started, (1, 0), (1, 0)));
+    assert_eq!(bed.jobs.values().filter(|job| job.slots.is_some()).count(), 2);
+    bed.change("web", |pod| pod.requests.cpu = 2500);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0), "nothing is asked for while the refusal counts");
+    bed.seen.refused_ranks.clear();
+    bed.settle();
+    assert_eq!(bed.shadows(0), (2, 0));
+}
+
+#[test]
+fn queues_stay_stopped_while_flux_takes_no_jobs_and_other_pods_use_cores_that_no_job_holds() {
+    for (keeps, expected) in [(true, Queues::Started), (false, Queues::Stopped)] {
+        let mut bed = Bed::new(&[4]);
+        bed.create([foreign("web", 1500)]);
+        bed.settle();
+        bed.restart_broker(|_| keeps, false);
+        bed.broker().accepts_jobs = false;
+        bed.settle();
+        assert_eq!(bed.broker().queues, expected, "the old job is there: {keeps}");
+        let is_disabled = bed.decide().report.standing == Standing::Recovering(Recovery::Disabled);
+        assert_eq!(is_disabled, !keeps);
+        bed.broker().accepts_jobs = true;
+        bed.settle();
+        assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::Started, (1, 0)));
+    }
+}
+
+#[test]
+fn a_member_whose_node_is_deleted_keeps_its_shadow_jobs_over_a_restart() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 1500)]);
+    bed.settle();
+    let target = bed.seen.targets.remove(&0).unwrap();
+    bed.restart_broker(|_| true, false);
+    bed.settle();
+    assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::Started, (1, 0)));
+    bed.seen.targets.insert(0, target);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0));
+}
+
+#[test]
+fn shadow_jobs_leave_the_cores_that_pins_ask_for() {
+    let mut bed = Bed::new(&[8]);
+    bed.seen.targets.get_mut(&0).unwrap().allocatable.cpu = 8900;
+    let mut members = gang("g", 2);
+    members[1].requests.cpu = 3000;
+    bed.create(members);
+    bed.settle();
+    bed.run_all();
+    bed.create([foreign("web", 4900)]);
+    bed.settle();
+    assert_eq!((bed.held(0), bed.shadows(0)), ((6, 8), (2, 0)), "two slots of three cores");
+    bed.restart_broker(|_| false, true);
+    while bed.broker().queues == Queues::Stopped {
+        let decision = bed.decide();
+        decision.actions.iter().for_each(|action| bed.carry_out(action));
+        bed.deliver(usize::MAX, usize::MAX);
+        let (held, waits) = bed.shadows(0);
+        assert!(held + waits <= 2, "{waits} cores beside a pin of six, on eight");
+    }
+    bed.settle();
+    assert_eq!((bed.held(0), bed.shadows(0)), ((6, 8), (2, 0)));
+}
+
+#[test]
+fn a_forged_pod_that_is_gone_takes_no_cores_from_other_pods() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 3500)]);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (3, 0));
+    bed.create([bound(pod("forged", 4))]);
+    bed.settle();
+    bed.vanish("forged");
+    bed.settle();
+    assert_eq!(bed.shadows(0), (3, 0));
+}
+
+#[test]
+fn what_is_free_is_held_though_another_job_was_faster() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 3500)]);
+    bed.deliver(usize::MAX, usize::MAX);
+    let decision = bed.decide();
+    bed.submit_host_job(1, 2);
+    bed.schedule();
+    decision.actions.iter().for_each(|action| bed.carry_out(action));
+    bed.settle();
+    assert_eq!((bed.shadows(0), sizes(&bed)), ((2, 1), vec![2, 1]), "a job for three cores waited");
+}
+
+#[test]
+fn a_shadow_job_that_flux_refuses_is_submitted_again_after_a_pause() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 1500)]);
+    bed.settle();
+    let job = *bed.jobs.keys().next().unwrap();
+    bed.refuse(job, "unsatisfiable");
+    bed.settle();
+    assert_eq!(bed.shadows(0), (0, 0));
+    bed.pass(PAUSE - SECOND);
+    assert_eq!(bed.shadows(0), (0, 0));
+    bed.pass(SECOND);
+    assert_eq!(bed.shadows(0), (1, 0));
+}
+
+#[test]
+fn a_shadow_job_that_somebody_cancels_is_submitted_again_at_once() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 1500)]);
+    bed.settle();
+    let job = *bed.jobs.keys().next().unwrap();
+    bed.cancel(job, "");
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0));
+}
+
+#[test]
+fn a_node_that_can_not_be_read_keeps_its_shadow_jobs_and_a_former_member_has_none() {
+    let mut bed = Bed::new(&[4, 4]);
+    bed.create([foreign("web", 1500)]);
+    bed.settle();
+    let target = bed.seen.targets.remove(&0).unwrap();
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0));
+    bed.seen.ranks.remove(&target.node);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (0, 0));
+}
+
+#[test]
+fn nothing_of_a_shadow_job_ends_while_the_scheduler_is_offline() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 1500)]);
+    bed.settle();
+    bed.broker().queues = Queues::Offline;
+    bed.end("web", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0));
+    bed.broker().queues = Queues::Started;
+    bed.settle();
+    assert_eq!(bed.shadows(0), (0, 0));
+    assert!(!bed.done.iter().any(|action| matches!(action, Action::Evict { .. })));
+}

@@ -1,0 +1,108 @@
+//! Shadow jobs: what pods of other schedulers use of a node is held in Flux as well, so that Flux gives it to no other job.
+
+use api::Rank;
+use serde_json::{Value, json};
+
+use crate::{
+    constraint::Constraint,
+    jobspec::{Shape, job, slots},
+    target::Target,
+};
+
+/// Before the name of a node, the name of its shadow jobs. It has a `/`, as [`crate::jobspec::could_be_bridged`] expects.
+const NAME: &str = "other-pods/";
+
+/// A shadow job, as its jobspec says: attribute `user.k8s.shadow` is its rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shadow {
+    /// The rank to which it is pinned.
+    pub rank: Rank,
+    /// How many cores it asked for.
+    pub cores: u32,
+}
+
+impl Shadow {
+    /// Reads what [`ShadowRequest::jobspec`] has written; None for any other jobspec.
+    pub fn read(jobspec: &Value) -> Option<Self> {
+        let rank = jobspec.pointer("/attributes/user/k8s/shadow")?.as_u64()?;
+        let shape = Shape::read(jobspec).filter(|shape| shape.cores == 1)?;
+        Some(Self { rank: Rank::try_from(rank).ok()?, cores: shape.slots })
+    }
+}
+
+/// A shadow job to submit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShadowRequest {
+    /// The rank.
+    pub rank: Rank,
+    /// Name of its node.
+    pub node: String,
+    /// How many cores, each a slot of its own.
+    pub cores: u32,
+    /// Seconds. See [`crate::jobspec::JobRequest::duration`].
+    pub duration: u64,
+}
+
+impl ShadowRequest {
+    /// The jobspec.
+    pub fn jobspec(&self) -> Value {
+        let constraint = Constraint::Ranks([self.rank].into_iter().collect());
+        let name = format!("{NAME}{}", self.node);
+        job(slots(self.cores, 1), &name, self.duration, &constraint, json!({ "shadow": self.rank }))
+    }
+}
+
+/// How many cores of `target` shadow jobs are to hold: what all pods there request (thousandths of a hardware thread), in whole cores, less
+/// `of_gangs`, the cores that jobs of gangs hold for pods. What fits on the CPUs that Flux does not declare is exempt, or `tolerance` if that
+/// is more. Never more than is left of the rank: Flux refuses a job that asks for more.
+pub fn wanted(target: &Target, requested: u64, of_gangs: u32, tolerance: u64) -> u32 {
+    let exempt = target.allocatable.cpu.saturating_sub(target.declared_cpu).max(tolerance);
+    let all = requested.saturating_sub(exempt).div_ceil(u64::from(target.threads.max(1)) * 1000);
+    u32::try_from(all).unwrap_or(u32::MAX).min(target.cores).saturating_sub(of_gangs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::target::Allocatable;
+
+    #[test]
+    fn a_shadow_job_has_slots_of_one_core_and_is_read_as_it_was_written() {
+        let request = ShadowRequest { rank: 3, node: "n3".into(), cores: 2, duration: 60 };
+        let jobspec = request.jobspec();
+        let core = json!([{"type": "core", "count": 1}]);
+        assert_eq!(jobspec["resources"], json!([{"type": "slot", "count": 2, "label": "task", "with": core}]));
+        let system = &jobspec["attributes"]["system"];
+        assert_eq!(system["constraints"], json!({"ranks": ["3"]}));
+        assert_eq!((&system["duration"], &system["job"]["name"]), (&json!(60), &json!("other-pods/n3")));
+        assert_eq!(Shadow::read(&jobspec), Some(Shadow { rank: 3, cores: 2 }));
+    }
+
+    #[test]
+    fn shadow_jobs_hold_whole_cores_of_what_pods_request_beyond_what_is_exempt() {
+        for (what, requested, of_gangs, threads, expected) in [
+            ("nothing", 0, 0, 1, 0),
+            ("what is exempt", 500, 0, 1, 0),
+            ("a little more", 501, 0, 1, 1),
+            ("one core more than what is exempt", 1500, 0, 1, 1),
+            ("a part of a core with two threads", 2000, 0, 2, 1),
+            ("two cores with two threads", 4500, 0, 2, 2),
+            ("pods of gangs alone", 2400, 2, 1, 0),
+            ("pods of gangs, and others", 3501, 2, 1, 2),
+            ("more than the rank has", 9000, 0, 1, 4),
+            ("more than the rank has, pods of gangs among it", 9000, 3, 1, 1),
+            ("pods of gangs that ask for less than a core each", 600, 2, 1, 0),
+            ("more than any node has", u64::MAX, 0, 1, 4),
+        ] {
+            let cpu = 4000 * u64::from(threads);
+            let target = Target {
+                cores: 4,
+                threads,
+                declared_cpu: cpu,
+                allocatable: Allocatable { cpu, ..Allocatable::default() },
+                ..Target::default()
+            };
+            assert_eq!(wanted(&target, requested, of_gangs, 500), expected, "{what}");
+        }
+    }
+}
