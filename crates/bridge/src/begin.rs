@@ -107,14 +107,15 @@ impl Tools {
         match step {
             ShadowStep::Submit(request) => self.submit(&request.jobspec(), PINNED_URGENCY).await,
             ShadowStep::Cancel { job, why, .. } => self.cancel(*job, &format!("{NOTE}{why}")).await,
-            ShadowStep::Shrink { job, request, why } => {
+            ShadowStep::Exchange { job, request, why } => {
                 let submitted = self.submit(&request.jobspec(), PINNED_URGENCY).await;
                 if !matches!(submitted, Answer::Done(_)) {
                     return submitted;
                 }
+                // If the other one is not cancelled, there is one too many, which shows.
                 match self.cancel(*job, &format!("{NOTE}{why}")).await {
-                    Answer::Done(_) => submitted,
-                    failed => failed,
+                    Answer::Lost => Answer::Lost,
+                    _ => submitted,
                 }
             }
         }

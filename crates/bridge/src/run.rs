@@ -245,7 +245,7 @@ impl Kubernetes {
             Some(
                 Action::Submit(_)
                 | Action::Resubmit { .. }
-                | Action::Shadow(ShadowStep::Submit(_) | ShadowStep::Shrink { .. }),
+                | Action::Shadow(ShadowStep::Submit(_) | ShadowStep::Exchange { .. }),
             ) => Err(RpcError::Closed),
             _ => Ok(()),
         }

@@ -157,7 +157,7 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
         Action::Cancel { job, .. } | Action::Finish { job, .. } => has_ended(job),
         Action::Shadow(ShadowStep::Submit(_)) => is_there(),
         Action::Shadow(ShadowStep::Cancel { job, .. }) => has_ended(job),
-        Action::Shadow(ShadowStep::Shrink { job: old, .. }) => has_ended(old) && is_there(),
+        Action::Shadow(ShadowStep::Exchange { job: old, .. }) => has_ended(old) && is_there(),
         Action::Bind(binding) => pods.by_uid.get(&binding.pod.uid).is_none_or(|pod| pod.node.is_some()),
         Action::Tell(tell) => pods.by_uid.get(&tell.pod.uid).and_then(|pod| pod.plan.as_ref()).is_none_or(|plan| {
             let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));

@@ -1,12 +1,11 @@
 //! Finds out what pending jobs wait for.
 
-use std::collections::BTreeMap;
+use std::{cmp::Reverse, collections::BTreeMap};
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
-    jobs::MAX_URGENCY,
     message::{LEAD, parse_inner},
     queues,
     rfc3::{Client, RpcError},
@@ -15,6 +14,9 @@ use super::{
 
 /// Most jobs to examine. The scheduler considers the first ones first, and a queue may hold a hundred thousand.
 const MAX_JOBS: u32 = 1000;
+
+/// The priority that Flux gives to a job of urgency 31 (RFC 30), such as those that hold cores for pods.
+const HIGHEST_PRIORITY: i64 = 4_294_967_295;
 
 /// What the pending jobs wait for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -63,13 +65,21 @@ pub async fn pending(client: &Client, instance: &InstanceStatus) -> Result<Pendi
         "constraint": { "states": ["sched"] },
     });
     let Jobs { jobs } = parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?;
-    // Those of the highest urgency hold cores that pods use already, of one node each.
-    let first = jobs.iter().find(|job| job.priority < i64::from(MAX_URGENCY));
-    let fits = match first.filter(|job| fits(job, &instance.free)) {
+    let (urgent, jobs): (Vec<Job>, Vec<Job>) = jobs.into_iter().partition(|job| job.priority >= HIGHEST_PRIORITY);
+    let free = but_for(urgent.len(), &instance.free);
+    let fits = match jobs.first().filter(|job| fits(job, &free)) {
         Some(job) if may_begin(client, job.id).await? => Some(job.id),
         _ => None,
     };
     Ok(Pending { missing_nodes: missing_nodes(&jobs, instance), fits })
+}
+
+/// What is free without the `count` nodes with most of it: a job of the highest urgency wants cores of one node, which pods use already,
+/// and the scheduler may keep what is free there for it.
+fn but_for(count: usize, free: &BTreeMap<u32, usize>) -> BTreeMap<u32, usize> {
+    let mut ranks: Vec<_> = free.iter().map(|(rank, cores)| (*rank, *cores)).collect();
+    ranks.sort_by_key(|(_, cores)| Reverse(*cores));
+    ranks.into_iter().skip(count).collect()
 }
 
 /// Nodes that the largest waiting job lacks. Drained nodes count as down, because they get no jobs.
@@ -158,6 +168,14 @@ mod tests {
             assert_eq!(missing_nodes(&jobs, &instance), expected, "{jobs:?}");
         }
         assert_eq!(missing_nodes(&[job(None, Some(3))], &InstanceStatus::default()), 3, "no scheduler: nothing is up");
+    }
+
+    #[test]
+    fn what_the_most_urgent_jobs_may_wait_for_counts_as_taken() {
+        let free = BTreeMap::from([(0, 1), (1, 3), (2, 4)]);
+        assert_eq!(but_for(0, &free), free);
+        assert_eq!(but_for(1, &free), BTreeMap::from([(0, 1), (1, 3)]));
+        assert!(but_for(9, &free).is_empty());
     }
 
     #[test]

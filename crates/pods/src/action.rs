@@ -87,11 +87,11 @@ pub enum ShadowStep {
         /// Why, for the note.
         why: &'static str,
     },
-    /// Submit a smaller one, and then cancel this one in the same way, so that no other job gets the cores in between.
-    Shrink {
+    /// Submit another one, and then cancel this one in the same way, so that no other job gets the cores in between.
+    Exchange {
         /// The job.
         job: JobId,
-        /// The smaller one.
+        /// The other one.
         request: ShadowRequest,
         /// Why, for the note.
         why: &'static str,
@@ -102,7 +102,7 @@ impl ShadowStep {
     /// The rank that it is about.
     pub fn rank(&self) -> Rank {
         match self {
-            Self::Submit(request) | Self::Shrink { request, .. } => request.rank,
+            Self::Submit(request) | Self::Exchange { request, .. } => request.rank,
             Self::Cancel { rank, .. } => *rank,
         }
     }

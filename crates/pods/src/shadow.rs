@@ -1,6 +1,7 @@
 //! Shadow jobs: what pods of other schedulers use of a node is held in Flux as well, so that Flux gives it to no other job.
 
 use api::Rank;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::{
@@ -12,11 +13,20 @@ use crate::{
 /// Before the name of a node, the name of its shadow jobs. It has a `/`, as [`crate::jobspec::could_be_bridged`] expects.
 const NAME: &str = "other-pods/";
 
-/// A shadow job, as its jobspec says: attribute `user.k8s.shadow` is its rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a shadow job says about itself: attribute `user.k8s.shadow` of its jobspec.
+#[derive(Serialize, Deserialize)]
+struct Record {
+    rank: Rank,
+    node: String,
+}
+
+/// A shadow job, as its jobspec says.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shadow {
     /// The rank to which it is pinned.
     pub rank: Rank,
+    /// The node whose pods it is for. Another one may get the rank later.
+    pub node: String,
     /// How many cores it asked for.
     pub cores: u32,
 }
@@ -24,9 +34,9 @@ pub struct Shadow {
 impl Shadow {
     /// Reads what [`ShadowRequest::jobspec`] has written; None for any other jobspec.
     pub fn read(jobspec: &Value) -> Option<Self> {
-        let rank = jobspec.pointer("/attributes/user/k8s/shadow")?.as_u64()?;
+        let Record { rank, node } = Record::deserialize(jobspec.pointer("/attributes/user/k8s/shadow")?).ok()?;
         let shape = Shape::read(jobspec).filter(|shape| shape.cores == 1)?;
-        Some(Self { rank: Rank::try_from(rank).ok()?, cores: shape.slots })
+        Some(Self { rank, node, cores: shape.slots })
     }
 }
 
@@ -48,7 +58,8 @@ impl ShadowRequest {
     pub fn jobspec(&self) -> Value {
         let constraint = Constraint::Ranks([self.rank].into_iter().collect());
         let name = format!("{NAME}{}", self.node);
-        job(slots(self.cores, 1), &name, self.duration, &constraint, json!({ "shadow": self.rank }))
+        let record = Record { rank: self.rank, node: self.node.clone() };
+        job(slots(self.cores, 1), &name, self.duration, &constraint, json!({ "shadow": record }))
     }
 }
 
@@ -75,7 +86,7 @@ mod tests {
         let system = &jobspec["attributes"]["system"];
         assert_eq!(system["constraints"], json!({"ranks": ["3"]}));
         assert_eq!((&system["duration"], &system["job"]["name"]), (&json!(60), &json!("other-pods/n3")));
-        assert_eq!(Shadow::read(&jobspec), Some(Shadow { rank: 3, cores: 2 }));
+        assert_eq!(Shadow::read(&jobspec), Some(Shadow { rank: 3, node: "n3".into(), cores: 2 }));
     }
 
     #[test]

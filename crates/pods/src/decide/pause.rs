@@ -21,7 +21,7 @@ pub(super) fn reason_to_pause(round: &mut Round, gang: &GangId) -> Option<Words>
 }
 
 /// Until when no other job is submitted in the place of `job`, with Flux's words; None unless Flux has ended it.
-pub(super) fn paused_by(job: &Job) -> Option<(Millis, &str)> {
+fn paused_by(job: &Job) -> Option<(Millis, &str)> {
     match job.ended_by.as_ref()? {
         (Cause::Denied(words) | Cause::Other(words), at) => Some((at.saturating_add(PAUSE), words)),
         (Cause::Canceled | Cause::Ours, _) => None,

@@ -29,6 +29,7 @@ use super::{
 };
 use crate::{
     action::Action,
+    check::check_pod,
     gangs::Gang,
     jobs::{JobState, NOTE},
     jobspec::{FIRST_URGENCY, JobRequest},
@@ -147,7 +148,16 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
     if gang.is_started() {
         let slots = holdings.jobs.iter().flat_map(|held| &held.slots);
         let free = slots.filter(|(_, pod)| pod.is_none()).map(|(slot, _)| slot.rank);
-        pods.extend(gang.waiting().zip(free));
+        // A pin that also asks for pods which other pods leave no room for would wait for ever.
+        let mut usage = round.usage.clone();
+        pods.extend(gang.waiting().zip(free).filter(|(pod, rank)| {
+            let Some(target) = round.world.targets.get(rank) else { return true };
+            let fits = check_pod(target, usage.all(&target.node), pod).is_none();
+            if fits {
+                usage.add(&target.node, &pod.requests);
+            }
+            fits
+        }));
     }
     note_refusal(round, memory, &gang.id);
     let pins = submit_pins(round, gang, &holdings, pods, !may_wait_for(memory, &gang.id));

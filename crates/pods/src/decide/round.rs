@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use api::Rank;
+use broker::job_id::JobId;
 
 use crate::{
     action::Action,
@@ -76,35 +77,43 @@ pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
 }
 
 /// How many cores of each rank jobs of gangs hold for pods, or will hold. `bound`: the pods that the bridge has bound. Each counts with its
-/// slot, which it keeps if it is resized; one that no job lists, with what it requests. A job for one rank counts as a whole: all of its
-/// pods are there, or will be.
+/// slot, which it keeps if it is resized; one that no job lists, with what it requests. A pin that waits has no more than its slots.
 fn cores_of_gangs<'a>(
     bound: impl Iterator<Item = &'a PodView>,
     jobs: &Jobs,
     ranks: &BTreeMap<&str, Rank>,
     targets: &BTreeMap<Rank, Target>,
 ) -> BTreeMap<Rank, u32> {
-    let (mut by_rank, mut slots) = (BTreeMap::<Rank, u32>::new(), HashMap::<&str, u32>::new());
-    let mut add = |rank: Rank, cores: u32| {
-        let sum = by_rank.entry(rank).or_default();
-        *sum = sum.saturating_add(cores);
-    };
+    let (mut slots, mut pins) = (HashMap::<&str, (u32, Option<JobId>)>::new(), HashMap::<JobId, u32>::new());
     for (job, BridgedJob { record, shape }) in jobs.bridged().filter(|(job, _)| job.is_active()) {
-        // An older job than the pin may list the pod, too.
         let is_pin = job.state == JobState::Pending && record.pinned.is_some();
-        if let Some(rank) = record.pinned.filter(|_| is_pin) {
-            add(rank, shape.slots.saturating_mul(shape.cores));
-        }
         for member in &record.members {
-            let slot = slots.entry(&member.uid).or_insert(shape.cores);
-            *slot = if is_pin { 0 } else { *slot };
+            // An older job than the pin may list the pod, too.
+            if is_pin {
+                pins.insert(job.id, shape.slots);
+                slots.insert(&member.uid, (shape.cores, Some(job.id)));
+            } else {
+                slots.entry(&member.uid).or_insert((shape.cores, None));
+            }
         }
     }
+    let mut by_rank: BTreeMap<Rank, u32> = BTreeMap::new();
     for pod in bound {
         let Some(rank) = pod.node.as_deref().and_then(|node| ranks.get(node)) else { continue };
         let Some(target) = targets.get(rank) else { continue };
-        let slot = slots.get(pod.uid.as_str()).copied();
-        add(*rank, slot.unwrap_or_else(|| cores(pod.requests.cpu, target.threads)));
+        let cores = match slots.get(pod.uid.as_str()) {
+            None => cores(pod.requests.cpu, target.threads),
+            Some((cores, None)) => *cores,
+            Some((cores, Some(pin))) => match pins.get_mut(pin) {
+                Some(left) if *left > 0 => {
+                    *left -= 1;
+                    *cores
+                }
+                _ => 0,
+            },
+        };
+        let sum = by_rank.entry(*rank).or_default();
+        *sum = sum.saturating_add(cores);
     }
     by_rank
 }
@@ -150,8 +159,7 @@ impl<'a> Round<'a> {
             }
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
-        let counts = |pod: &PodView| pod.may_be_there() || listed.contains_key(pod.uid.as_str());
-        let there: Vec<&PodView> = shown.iter().copied().filter(|pod| counts(pod)).collect();
+        let there: Vec<&PodView> = shown.iter().copied().filter(|pod| pod.may_be_there()).collect();
         let ours = there.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));
         Self {
             world,

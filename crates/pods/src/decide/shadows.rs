@@ -10,27 +10,25 @@ use std::{
 
 use api::Rank;
 
-use super::{
-    pause::paused_by,
-    round::{Round, held_by},
-};
+use super::round::{Round, held_by};
 use crate::{
     action::{Action, ShadowStep},
-    jobs::{Job, JobClass, JobState},
+    jobs::{Cause, Job, JobClass, JobState},
     shadow::{Shadow, ShadowRequest, wanted},
     target::Target,
-    time::Millis,
-    world::Queues,
+    time::{Millis, SECOND},
+    world::{PAUSE, Queues},
 };
 
-/// The larger one is exchanged.
+// Notes of cancels.
 const FEWER: &str = "pods of other schedulers use fewer cores";
-/// It waits for all of its cores, where some are free.
+const MORE: &str = "pods of other schedulers use more cores";
 const IN_PARTS: &str = "its cores are asked for in parts";
-/// Nobody sees to pods on such a node.
 const NO_MEMBER: &str = "its node is no member any more";
-/// After a restart.
 const REPLACED: &str = "the broker has restarted, and another job is for the same pods";
+
+/// If so many jobs of a rank wait, the largest one is exchanged for a larger one, and none is added: the scheduler looks at 1024 jobs.
+const MOST_WAITING: usize = 8;
 
 /// What pods of other schedulers use of all nodes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -56,12 +54,9 @@ pub(super) fn keep(round: &mut Round) -> (OtherPods, Vec<Action>) {
         let free = target.cores.saturating_sub(by_others).saturating_sub(shadows.allocated());
         steps.extend(shadows.steps(wanted, free, |cores| request(round, target, cores)));
     }
-    let ranks_of_members: BTreeSet<Rank> = round.ranks.values().copied().collect();
     // A member whose Node can't be read may still have its pods.
-    for (rank, shadows) in all.iter().filter(|(rank, _)| !ranks_of_members.contains(rank)) {
-        let cancel = |(job, _): &(&Job, Shadow)| ShadowStep::Cancel { job: job.id, rank: *rank, why: NO_MEMBER };
-        steps.extend(shadows.jobs.iter().map(cancel));
-    }
+    let left = round.jobs.shadows().filter(|(job, shadow)| job.is_active() && !is_of_member(round, shadow));
+    steps.extend(left.map(|(job, shadow)| ShadowStep::Cancel { job: job.id, rank: shadow.rank, why: NO_MEMBER }));
     (found, possible(round, &all, steps))
 }
 
@@ -89,8 +84,8 @@ pub(super) fn ask_again(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Ask
             given_up.insert(*rank);
         }
         match () {
-            () if given_up.contains(rank) => {}
             () if !round.broker.accepts_jobs => asked.is_disabled |= shadows.cores() < wanted,
+            () if given_up.contains(rank) => {}
             () => {
                 asked.is_submitting = true;
                 steps.push(ShadowStep::Submit(request(round, target, wanted - shadows.pending())));
@@ -102,23 +97,38 @@ pub(super) fn ask_again(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Ask
     asked
 }
 
-/// Cancels what [`ask_again`] has replaced. Nothing is allocated while the queues are stopped, so an allocated job is of the broker's
-/// earlier life. One that nothing replaces yet stays. Returns true until all others have ended.
+/// Cancels what [`ask_again`] has replaced: the jobs of the broker's earlier life. One that nothing replaces yet stays. Returns true until
+/// all others have ended.
 pub(super) fn cancel_old(round: &mut Round) -> bool {
     let all = by_rank(round);
-    let ranks_of_members: BTreeSet<Rank> = round.ranks.values().copied().collect();
-    let is_replaced = |rank: &Rank| match round.world.targets.get(rank) {
-        Some(target) => all.get(rank).map_or(0, Shadows::pending) >= wanted_on(round, target),
-        None => !ranks_of_members.contains(rank),
+    let is_replaced = |shadow: &Shadow| match round.world.targets.get(&shadow.rank) {
+        _ if !is_of_member(round, shadow) => true,
+        Some(target) => all.get(&shadow.rank).map_or(0, Shadows::pending) >= wanted_on(round, target),
+        None => false,
     };
-    let is_old = |job: &Job| !matches!(job.state, JobState::Pending | JobState::Ended);
-    let old = round.jobs.shadows().filter(|(job, shadow)| is_old(job) && is_replaced(&shadow.rank));
+    let old = round
+        .jobs
+        .shadows()
+        .filter(|(job, shadow)| job.state != JobState::Ended && is_old(round, job) && is_replaced(shadow));
     let old: Vec<_> = old.map(|(job, shadow)| (job, shadow.rank)).collect();
     let cancel = |(job, rank): &(&Job, Rank)| ShadowStep::Cancel { job: job.id, rank: *rank, why: REPLACED };
     let steps = old.iter().filter(|(job, _)| job.is_active()).map(cancel).collect();
     let actions = possible(round, &all, steps);
     round.actions.extend(actions);
     !old.is_empty()
+}
+
+/// During a recovery: `job` is of the broker's earlier life. Nothing is allocated while the queues are stopped. One that waited before would
+/// be in front of the pins.
+fn is_old(round: &Round, job: &Job) -> bool {
+    let is_recovering = !round.broker.is_recovered;
+    let began = round.broker.in_run_since.unwrap_or_default();
+    is_recovering && (job.state != JobState::Pending || job.submitted.saturating_add(SECOND) < began)
+}
+
+/// The node that it is for is still a member, with the same rank.
+fn is_of_member(round: &Round, shadow: &Shadow) -> bool {
+    round.ranks.get(shadow.node.as_str()) == Some(&shadow.rank)
 }
 
 /// Those of the steps that may begin now.
@@ -157,37 +167,52 @@ fn request(round: &Round, target: &Target, cores: u32) -> ShadowRequest {
 #[derive(Default)]
 struct Shadows<'a> {
     /// Those that are active.
-    jobs: Vec<(&'a Job, Shadow)>,
+    jobs: Vec<OfRank<'a>>,
     /// Until when none is submitted, because Flux has ended one.
     paused_until: Option<Millis>,
 }
 
+/// A shadow job of a rank.
+#[derive(Clone, Copy)]
+struct OfRank<'a> {
+    job: &'a Job,
+    cores: u32,
+    /// It waits for its cores, and does so in this life of the broker.
+    is_pending: bool,
+}
+
 fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
     let mut all: BTreeMap<Rank, Shadows> = BTreeMap::new();
-    for (job, shadow) in round.jobs.shadows() {
+    for (job, shadow) in round.jobs.shadows().filter(|(_, shadow)| is_of_member(round, shadow)) {
         let of_rank = all.entry(shadow.rank).or_default();
         if job.is_active() {
-            of_rank.jobs.push((job, *shadow));
-        } else if let Some((until, _)) = paused_by(job) {
-            of_rank.paused_until = of_rank.paused_until.max(Some(until));
+            of_rank.jobs.push(OfRank {
+                job,
+                cores: shadow.cores,
+                is_pending: job.state == JobState::Pending && !is_old(round, job),
+            });
+        } else if let Some((Cause::Denied(_) | Cause::Other(_), at)) = &job.ended_by {
+            // A reloaded scheduler ends what holds cores that are not declared any more. Nothing is wrong then.
+            let pause = if matches!(job.ended_by, Some((Cause::Denied(_), _))) { PAUSE } else { SECOND };
+            of_rank.paused_until = of_rank.paused_until.max(Some(at.saturating_add(pause)));
         }
     }
     all
 }
 
-impl Shadows<'_> {
+impl<'a> Shadows<'a> {
     fn is_paused(&self, now: Millis) -> bool {
         self.paused_until.is_some_and(|until| now < until)
     }
 
     /// How many cores they hold or wait for.
     fn cores(&self) -> u32 {
-        self.jobs.iter().map(|(_, shadow)| shadow.cores).sum()
+        self.jobs.iter().map(|job| job.cores).sum()
     }
 
     /// How many cores they wait for.
     fn pending(&self) -> u32 {
-        self.jobs.iter().filter(|(job, _)| is_pending(job)).map(|(_, shadow)| shadow.cores).sum()
+        self.jobs.iter().filter(|job| job.is_pending).map(|job| job.cores).sum()
     }
 
     /// How many cores they hold.
@@ -199,51 +224,58 @@ impl Shadows<'_> {
     fn steps(&self, wanted: u32, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
         match wanted.checked_sub(self.cores()) {
             Some(0) => self.split(free, request),
-            Some(more) => {
-                let sizes = sizes(more, free.saturating_sub(self.pending()));
-                sizes.into_iter().map(|cores| ShadowStep::Submit(request(cores))).collect()
-            }
+            Some(more) => self.grow(more, free.saturating_sub(self.pending()), request),
             None => self.shrink(self.cores() - wanted, request),
+        }
+    }
+
+    fn grow(&self, more: u32, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+        let waiting = || self.jobs.iter().filter(|job| job.is_pending);
+        match waiting().max_by_key(|job| job.cores).filter(|_| free == 0 && waiting().count() >= MOST_WAITING) {
+            Some(largest) => {
+                let request = request(largest.cores.saturating_add(more));
+                vec![ShadowStep::Exchange { job: largest.job.id, request, why: MORE }]
+            }
+            None => sizes(more, free).into_iter().map(|cores| ShadowStep::Submit(request(cores))).collect(),
         }
     }
 
     /// If all jobs that wait are larger than what is free, because others were faster: takes what is free.
     fn split(&self, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
-        let waiting = self.jobs.iter().filter(|(job, _)| is_pending(job));
-        match waiting.min_by_key(|(_, shadow)| shadow.cores) {
-            Some((job, shadow)) if (1..shadow.cores).contains(&free) => {
-                let rest = request(shadow.cores - free);
-                vec![
-                    ShadowStep::Submit(request(free)),
-                    ShadowStep::Shrink { job: job.id, request: rest, why: IN_PARTS },
-                ]
+        let waiting = self.jobs.iter().filter(|job| job.is_pending);
+        match waiting.min_by_key(|job| job.cores) {
+            Some(least) if (1..least.cores).contains(&free) => {
+                let rest = request(least.cores - free);
+                let exchange = ShadowStep::Exchange { job: least.job.id, request: rest, why: IN_PARTS };
+                vec![ShadowStep::Submit(request(free)), exchange]
             }
             _ => Vec::new(),
         }
     }
 
-    /// Cancels jobs, those first that wait, and the largest first.
+    /// Gives up `excess` cores: those first that are waited for.
     fn shrink(&self, mut excess: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
-        let mut jobs = self.jobs.clone();
-        jobs.sort_by_key(|(job, shadow)| (!is_pending(job), Reverse(shadow.cores), Reverse(job.id)));
-        let (mut steps, mut larger) = (Vec::new(), None);
-        for (job, shadow) in jobs {
-            if shadow.cores <= excess {
-                excess -= shadow.cores;
-                steps.push(ShadowStep::Cancel { job: job.id, rank: shadow.rank, why: FEWER });
-            } else {
-                larger = Some((job, shadow.cores));
+        let mut steps = Vec::new();
+        for is_pending in [true, false] {
+            let mut jobs: Vec<OfRank<'a>> =
+                self.jobs.iter().filter(|job| job.is_pending == is_pending).copied().collect();
+            jobs.sort_by_key(|job| (Reverse(job.cores), Reverse(job.job.id)));
+            let mut larger = None;
+            for OfRank { job, cores, .. } in jobs {
+                if cores <= excess {
+                    excess -= cores;
+                    steps.push(ShadowStep::Cancel { job: job.id, rank: request(0).rank, why: FEWER });
+                } else {
+                    larger = Some((job.id, cores));
+                }
             }
-        }
-        if let Some((job, cores)) = larger.filter(|_| excess > 0) {
-            steps.push(ShadowStep::Shrink { job: job.id, request: request(cores - excess), why: FEWER });
+            if let Some((job, cores)) = larger.filter(|_| excess > 0) {
+                steps.push(ShadowStep::Exchange { job, request: request(cores - excess), why: FEWER });
+                excess = 0;
+            }
         }
         steps
     }
-}
-
-fn is_pending(job: &Job) -> bool {
-    job.state == JobState::Pending
 }
 
 /// How `more` cores are asked for: what is free by one job, and the rest by jobs of 1, 2, 4 cores and so on, so that whatever comes free

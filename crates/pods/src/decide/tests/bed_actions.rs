@@ -73,7 +73,7 @@ impl Bed {
             }
             Action::Shadow(ShadowStep::Submit(request)) => self.submit(&request.jobspec(), PINNED_URGENCY, serial),
             Action::Shadow(ShadowStep::Cancel { job, .. }) => self.cancel_for(*job, NOTE, serial),
-            Action::Shadow(ShadowStep::Shrink { job, request, .. }) => {
+            Action::Shadow(ShadowStep::Exchange { job, request, .. }) => {
                 self.submit(&request.jobspec(), PINNED_URGENCY, serial);
                 self.cancel_for(*job, NOTE, serial);
             }

@@ -232,6 +232,62 @@ fn a_forged_pod_that_is_gone_takes_no_cores_from_other_pods() {
 }
 
 #[test]
+fn a_forged_pod_that_kubelet_has_not_taken_up_takes_no_cores_from_other_pods() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 3500)]);
+    bed.settle();
+    bed.submit_host_job(1, 2);
+    bed.create([bound(pod("forged", 4))]);
+    bed.settle();
+    assert_eq!((bed.shadows(0), bed.held(0)), ((3, 0), (0, 3)), "the host job waits");
+}
+
+#[test]
+fn the_next_node_of_a_rank_has_shadow_jobs_of_its_own() {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", 1500)]);
+    bed.settle();
+    let before = *bed.jobs.keys().next().unwrap();
+    bed.seen.targets.get_mut(&0).unwrap().node = "next".into();
+    bed.seen.ranks = [("next".to_owned(), 0)].into();
+    bed.create([PodView { node: Some("next".into()), ..foreign("db", 1500) }]);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0));
+    assert!(!bed.jobs.contains_key(&before), "that of the node before");
+}
+
+#[test]
+fn what_is_held_is_given_up_last() {
+    let mut bed = Bed::new(&[8]);
+    bed.submit_host_job(1, 6);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.create([foreign("web", 8500)]);
+    bed.settle();
+    assert_eq!((bed.shadows(0), sizes(&bed)), ((0, 8), vec![1, 2, 4, 1]));
+    let small = bed.jobs.iter().filter(|(_, job)| job.is_host_job()).map(|(id, _)| *id).nth(1).unwrap();
+    bed.cancel(small, "");
+    bed.settle();
+    assert_eq!(bed.shadows(0), (2, 6));
+    bed.change("web", |pod| pod.requests.cpu = 7500);
+    bed.settle();
+    assert_eq!(bed.shadows(0), (2, 5));
+}
+
+#[test]
+fn no_rank_has_many_jobs_that_wait() {
+    let mut bed = Bed::new(&[16]);
+    bed.submit_host_job(1, 16);
+    bed.settle();
+    for number in 0..12 {
+        bed.create([foreign(&format!("web{number}"), 1000)]);
+        bed.settle();
+    }
+    assert_eq!(bed.shadows(0), (0, 12));
+    assert!(sizes(&bed).len() <= 8, "{:?}", sizes(&bed));
+}
+
+#[test]
 fn what_is_free_is_held_though_another_job_was_faster() {
     let mut bed = Bed::new(&[4]);
     bed.create([foreign("web", 3500)]);
