@@ -80,8 +80,9 @@ impl Object for Lease {}
 
 fn delete<K: Object>(scene: &mut Scene, name: &str) -> Hit {
     scene.dice.pause(Duration::from_secs(2));
+    // All nodes may be online again before the object that the fault before has deleted is back.
+    let uid = returns::<K>(scene, name).uid();
     let api = scene.cluster.api::<K>();
-    let uid = scene.cluster.wait(api.get(name)).unwrap().uid();
     let hit = Hit::none();
     scene.cluster.wait(api.delete(name, &DeleteParams::default())).unwrap();
     let now = scene.cluster.wait(api.get_opt(name)).unwrap();
