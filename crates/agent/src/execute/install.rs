@@ -43,7 +43,7 @@ pub struct Wanted<'a> {
     pub packages: &'a Packages,
     /// Nodes to ask before the source.
     pub peers: Vec<String>,
-    /// The claim to make on the host first.
+    /// For which FluxInstance the host is claimed first.
     pub claim: Claimant<'a>,
     /// A broker runs here. The installation is not urgent then, and does not hold the host's lock for as long as a slow network takes.
     pub beside_a_broker: bool,

@@ -110,7 +110,7 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
     }
     // Not before the jobs of gangs show: what these hold is no use of other pods.
     if !is_submitting {
-        let asked = shadows::ask_again(round, &mut memory.recovery.given_up_ranks);
+        let asked = shadows::ask_for_all(round, &mut memory.recovery.given_up_ranks);
         (is_submitting, is_disabled) = (asked.is_submitting, is_disabled | asked.is_disabled);
     }
     let is_canceling = !is_submitting && cancel_old(round, &gangs, &needed, &paused);

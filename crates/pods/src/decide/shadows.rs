@@ -71,7 +71,7 @@ pub(super) struct Asked {
 
 /// After a start of the lead's broker: asks for what other pods use. Jobs are only added, up to the cores of each rank, so this ends
 /// however often pods change. A rank whose job is refused is added to `given_up`, and not waited for until the recovery ends.
-pub(super) fn ask_again(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Asked {
+pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Asked {
     let (all, none) = (by_rank(round), Shadows::default());
     let (mut asked, mut steps) = (Asked::default(), Vec::new());
     for (rank, target) in &round.world.targets {
@@ -97,7 +97,7 @@ pub(super) fn ask_again(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Ask
     asked
 }
 
-/// Cancels what [`ask_again`] has replaced: the jobs of the broker's earlier life. One that nothing replaces yet stays. Returns true until
+/// Cancels what [`ask_for_all`] has replaced: the jobs of the broker's earlier life. One that nothing replaces yet stays. Returns true until
 /// all others have ended.
 pub(super) fn cancel_old(round: &mut Round) -> bool {
     let all = by_rank(round);
@@ -176,7 +176,7 @@ struct Shadows<'a> {
 #[derive(Clone, Copy)]
 struct OfRank<'a> {
     job: &'a Job,
-    cores: u32,
+    shadow: &'a Shadow,
     /// It waits for its cores, and does so in this life of the broker.
     is_pending: bool,
 }
@@ -186,14 +186,15 @@ fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
     for (job, shadow) in round.jobs.shadows().filter(|(_, shadow)| is_of_member(round, shadow)) {
         let of_rank = all.entry(shadow.rank).or_default();
         if job.is_active() {
-            of_rank.jobs.push(OfRank {
-                job,
-                cores: shadow.cores,
-                is_pending: job.state == JobState::Pending && !is_old(round, job),
-            });
-        } else if let Some((Cause::Denied(_) | Cause::Other(_), at)) = &job.ended_by {
-            // A reloaded scheduler ends what holds cores that are not declared any more. Nothing is wrong then.
-            let pause = if matches!(job.ended_by, Some((Cause::Denied(_), _))) { PAUSE } else { SECOND };
+            let is_pending = job.state == JobState::Pending && !is_old(round, job);
+            of_rank.jobs.push(OfRank { job, shadow, is_pending });
+        } else if let Some((cause, at)) = &job.ended_by {
+            let pause = match cause {
+                Cause::Denied(_) => PAUSE,
+                // A reloaded scheduler ends what holds cores that are not declared any more. Nothing is wrong then.
+                Cause::Other(_) => SECOND,
+                Cause::Canceled | Cause::Ours => continue,
+            };
             of_rank.paused_until = of_rank.paused_until.max(Some(at.saturating_add(pause)));
         }
     }
@@ -207,12 +208,12 @@ impl<'a> Shadows<'a> {
 
     /// How many cores they hold or wait for.
     fn cores(&self) -> u32 {
-        self.jobs.iter().map(|job| job.cores).sum()
+        self.jobs.iter().map(|job| job.shadow.cores).sum()
     }
 
     /// How many cores they wait for.
     fn pending(&self) -> u32 {
-        self.jobs.iter().filter(|job| job.is_pending).map(|job| job.cores).sum()
+        self.jobs.iter().filter(|job| job.is_pending).map(|job| job.shadow.cores).sum()
     }
 
     /// How many cores they hold.
@@ -231,9 +232,9 @@ impl<'a> Shadows<'a> {
 
     fn grow(&self, more: u32, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
         let waiting = || self.jobs.iter().filter(|job| job.is_pending);
-        match waiting().max_by_key(|job| job.cores).filter(|_| free == 0 && waiting().count() >= MOST_WAITING) {
+        match waiting().max_by_key(|job| job.shadow.cores).filter(|_| free == 0 && waiting().count() >= MOST_WAITING) {
             Some(largest) => {
-                let request = request(largest.cores.saturating_add(more));
+                let request = request(largest.shadow.cores.saturating_add(more));
                 vec![ShadowStep::Exchange { job: largest.job.id, request, why: MORE }]
             }
             None => sizes(more, free).into_iter().map(|cores| ShadowStep::Submit(request(cores))).collect(),
@@ -243,9 +244,9 @@ impl<'a> Shadows<'a> {
     /// If all jobs that wait are larger than what is free, because others were faster: takes what is free.
     fn split(&self, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
         let waiting = self.jobs.iter().filter(|job| job.is_pending);
-        match waiting.min_by_key(|job| job.cores) {
-            Some(least) if (1..least.cores).contains(&free) => {
-                let rest = request(least.cores - free);
+        match waiting.min_by_key(|job| job.shadow.cores) {
+            Some(least) if (1..least.shadow.cores).contains(&free) => {
+                let rest = request(least.shadow.cores - free);
                 let exchange = ShadowStep::Exchange { job: least.job.id, request: rest, why: IN_PARTS };
                 vec![ShadowStep::Submit(request(free)), exchange]
             }
@@ -259,14 +260,14 @@ impl<'a> Shadows<'a> {
         for is_pending in [true, false] {
             let mut jobs: Vec<OfRank<'a>> =
                 self.jobs.iter().filter(|job| job.is_pending == is_pending).copied().collect();
-            jobs.sort_by_key(|job| (Reverse(job.cores), Reverse(job.job.id)));
+            jobs.sort_by_key(|job| (Reverse(job.shadow.cores), Reverse(job.job.id)));
             let mut larger = None;
-            for OfRank { job, cores, .. } in jobs {
-                if cores <= excess {
-                    excess -= cores;
-                    steps.push(ShadowStep::Cancel { job: job.id, rank: request(0).rank, why: FEWER });
+            for OfRank { job, shadow, .. } in jobs {
+                if shadow.cores <= excess {
+                    excess -= shadow.cores;
+                    steps.push(ShadowStep::Cancel { job: job.id, rank: shadow.rank, why: FEWER });
                 } else {
-                    larger = Some((job.id, cores));
+                    larger = Some((job.id, shadow.cores));
                 }
             }
             if let Some((job, cores)) = larger.filter(|_| excess > 0) {

@@ -18,6 +18,14 @@ fn reported(bed: &mut Bed) -> (u32, u32) {
     (cores, overlapping)
 }
 
+/// A node of four cores, on which a pod of another scheduler requests so many thousandths of a core.
+fn beside_web(milli: u64) -> Bed {
+    let mut bed = Bed::new(&[4]);
+    bed.create([foreign("web", milli)]);
+    bed.settle();
+    bed
+}
+
 /// How many cores each shadow job has asked for, in the order in which they were submitted.
 fn sizes(bed: &Bed) -> Vec<u32> {
     bed.jobs.values().filter_map(|job| Some(Shadow::read(&job.jobspec)?.cores)).collect()
@@ -75,9 +83,7 @@ fn a_pod_of_the_bridge_that_is_resized_has_the_difference_held_too() {
 
 #[test]
 fn a_shadow_job_too_large_is_exchanged_and_no_other_job_gets_its_cores() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 3500)]);
-    bed.settle();
+    let mut bed = beside_web(3500);
     bed.submit_host_job(1, 2);
     bed.settle();
     assert_eq!((bed.shadows(0), bed.held(0)), ((3, 0), (0, 3)), "the host job waits");
@@ -130,9 +136,7 @@ fn other_pods_have_their_cores_first_after_a_restart_of_the_broker() {
 
 #[test]
 fn a_recovery_ends_though_other_pods_come_and_go() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 1500)]);
-    bed.settle();
+    let mut bed = beside_web(1500);
     bed.restart_broker(|_| true, false);
     for milli in [2500, 1500, 3500, 1500, 3500] {
         bed.change("web", |pod| pod.requests.cpu = milli);
@@ -165,9 +169,7 @@ fn a_recovery_waits_for_no_rank_whose_shadow_job_is_refused_and_leaves_it_what_i
 #[test]
 fn queues_stay_stopped_while_flux_takes_no_jobs_and_other_pods_use_cores_that_no_job_holds() {
     for (keeps, expected) in [(true, Queues::Started), (false, Queues::Stopped)] {
-        let mut bed = Bed::new(&[4]);
-        bed.create([foreign("web", 1500)]);
-        bed.settle();
+        let mut bed = beside_web(1500);
         bed.restart_broker(|_| keeps, false);
         bed.broker().accepts_jobs = false;
         bed.settle();
@@ -182,9 +184,7 @@ fn queues_stay_stopped_while_flux_takes_no_jobs_and_other_pods_use_cores_that_no
 
 #[test]
 fn a_member_whose_node_is_deleted_keeps_its_shadow_jobs_over_a_restart() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 1500)]);
-    bed.settle();
+    let mut bed = beside_web(1500);
     let target = bed.seen.targets.remove(&0).unwrap();
     bed.restart_broker(|_| true, false);
     bed.settle();
@@ -220,9 +220,7 @@ fn shadow_jobs_leave_the_cores_that_pins_ask_for() {
 
 #[test]
 fn a_forged_pod_that_is_gone_takes_no_cores_from_other_pods() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 3500)]);
-    bed.settle();
+    let mut bed = beside_web(3500);
     assert_eq!(bed.shadows(0), (3, 0));
     bed.create([bound(pod("forged", 4))]);
     bed.settle();
@@ -233,9 +231,7 @@ fn a_forged_pod_that_is_gone_takes_no_cores_from_other_pods() {
 
 #[test]
 fn a_forged_pod_that_kubelet_has_not_taken_up_takes_no_cores_from_other_pods() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 3500)]);
-    bed.settle();
+    let mut bed = beside_web(3500);
     bed.submit_host_job(1, 2);
     bed.create([bound(pod("forged", 4))]);
     bed.settle();
@@ -244,9 +240,7 @@ fn a_forged_pod_that_kubelet_has_not_taken_up_takes_no_cores_from_other_pods() {
 
 #[test]
 fn the_next_node_of_a_rank_has_shadow_jobs_of_its_own() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 1500)]);
-    bed.settle();
+    let mut bed = beside_web(1500);
     let before = *bed.jobs.keys().next().unwrap();
     bed.seen.targets.get_mut(&0).unwrap().node = "next".into();
     bed.seen.ranks = [("next".to_owned(), 0)].into();
@@ -302,9 +296,7 @@ fn what_is_free_is_held_though_another_job_was_faster() {
 
 #[test]
 fn a_shadow_job_that_flux_refuses_is_submitted_again_after_a_pause() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 1500)]);
-    bed.settle();
+    let mut bed = beside_web(1500);
     let job = *bed.jobs.keys().next().unwrap();
     bed.refuse(job, "unsatisfiable");
     bed.settle();
@@ -317,9 +309,7 @@ fn a_shadow_job_that_flux_refuses_is_submitted_again_after_a_pause() {
 
 #[test]
 fn a_shadow_job_that_somebody_cancels_is_submitted_again_at_once() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 1500)]);
-    bed.settle();
+    let mut bed = beside_web(1500);
     let job = *bed.jobs.keys().next().unwrap();
     bed.cancel(job, "");
     bed.settle();
@@ -341,9 +331,7 @@ fn a_node_that_can_not_be_read_keeps_its_shadow_jobs_and_a_former_member_has_non
 
 #[test]
 fn nothing_of_a_shadow_job_ends_while_the_scheduler_is_offline() {
-    let mut bed = Bed::new(&[4]);
-    bed.create([foreign("web", 1500)]);
-    bed.settle();
+    let mut bed = beside_web(1500);
     bed.broker().queues = Queues::Offline;
     bed.end("web", Phase::Succeeded);
     bed.settle();
