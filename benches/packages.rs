@@ -13,7 +13,7 @@ use std::{
 use api::{PackageSet, Packages};
 use hostapi::LinkOrder;
 use packages::{HttpClient, Sources};
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 
 fn main() {
     let arguments = std::env::args().skip(1).filter(|a| a != "--bench").collect::<Vec<_>>();
@@ -99,6 +99,6 @@ fn link(set: &PackageSet, prefix: &Path, more: Option<BorrowedFd<'_>>) {
         platform,
         follow: more.is_some(),
     };
-    let linked = packages::link_while(&order, &Places::of_host(), more, &mut |_| ()).unwrap();
+    let linked = packages::link_while(&order, &HostPlaces::of_host(), more, &mut |_| ()).unwrap();
     println!("link {:.4} s, {} bytes", start.elapsed().as_secs_f64(), linked.bytes);
 }

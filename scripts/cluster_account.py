@@ -11,27 +11,20 @@ import json, math, random, time
 from collections import Counter
 
 from cluster import Wrong, kubectl, main, until
-from pod_cluster import AGENT, BROKER, PodCluster
+from pod_cluster import AGENT, BROKER, RESOURCES, PodCluster
 
 # Thousandths of a CPU: the default of spec.pods.tolerance.
 TOLERANCE = 500
 SHADOW = "other-pods/"
 # The cores of each node, and then those that each job holds: its name, the node and how many.
-HELD = """import flux
-from flux.hostlist import Hostlist
-from flux.idset import IDset
-from flux.job import JobList, job_kvs_lookup
-from flux.kvs import get
-handle = flux.Flux()
-declared = get(handle, "resource.R")["execution"]
-nodes = dict(zip(sorted(rank for entry in declared["R_lite"] for rank in IDset(entry["rank"])), Hostlist(declared["nodelist"])))
+HELD = RESOURCES + """
 def show(name, execution):
     for entry in execution["R_lite"]:
         for rank in IDset(entry["rank"]):
             print(name, nodes[rank], len(IDset(entry["children"]["core"])))
 show("-", declared)
-for job in JobList(handle, filters=["running"], max_entries=0).jobs():
-    show(job.name, job_kvs_lookup(handle, job.id, keys=["R"], decode=True)["R"]["execution"])"""
+for job, execution in given:
+    show(job.name, execution)"""
 
 
 def milli(quantity):

@@ -10,18 +10,26 @@ FOREVER = "1000000"
 SIGNAL = r"""pid=$(for process in /proc/[0-9]*; do line=$(tr '\0' ' ' < $process/{file}); case $line in {pattern}*)
 echo $(sed 's/.*) //' $process/stat | cut -d ' ' -f 20) ${{process#/proc/}};; esac; done 2>/dev/null | sort -n | head -n 1 | cut -d ' ' -f 2)
 [ -n "$pid" ] && kill -{name} $pid"""
-# Each core of each job that runs: the job, the node, the rank and the core.
-GIVEN = """import flux
+# What Flux declares, and what it has given to each job that runs. The nodelist of a job is not in the order of its ranks, that of the
+# instance is.
+RESOURCES = """import flux
 from flux.hostlist import Hostlist
 from flux.idset import IDset
 from flux.job import JobList, job_kvs_lookup
+from flux.kvs import get
 handle = flux.Flux()
-for job in JobList(handle, filters=["running"], max_entries=0).jobs():
-    execution = job_kvs_lookup(handle, job.id, keys=["R"], decode=True)["R"]["execution"]
-    cores = {rank: entry["children"]["core"] for entry in execution["R_lite"] for rank in IDset(entry["rank"])}
-    for node, rank in zip(Hostlist(execution["nodelist"]), sorted(cores)):
-        for core in IDset(cores[rank]):
-            print(job.id.f58plain, node, rank, core)"""
+declared = get(handle, "resource.R")["execution"]
+nodes = dict(zip(sorted(rank for entry in declared["R_lite"] for rank in IDset(entry["rank"])), Hostlist(declared["nodelist"])))
+jobs = JobList(handle, filters=["running"], max_entries=0).jobs()
+given = [(job, job_kvs_lookup(handle, job.id, keys=["R"], decode=True)["R"]["execution"]) for job in jobs]
+"""
+# Each core of each job that runs: the job, the node, the rank and the core.
+GIVEN = RESOURCES + """
+for job, execution in given:
+    for entry in execution["R_lite"]:
+        for rank in IDset(entry["rank"]):
+            for core in IDset(entry["children"]["core"]):
+                print(job.id.f58plain, nodes[rank], rank, core)"""
 AGENT, BROKER, KUBELET = ("cmdline", "/flux-distribute?agent"), ("cmdline", "broker?--config-path"), ("comm", "kubelet")
 
 

@@ -22,12 +22,12 @@ use host::{
 };
 use hostapi::{LaunchOrder, LaunchRecord, RunningBroker, StopOrder};
 use needs::{Need, skips_without};
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 
 /// A host of its own within this one: directories and a cgroup's name.
 struct Bed {
     directory: tempfile::TempDir,
-    places: Places,
+    places: HostPlaces,
     pod: String,
 }
 
@@ -43,7 +43,7 @@ impl Bed {
         // The broker's user has to get to its files.
         fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let unique = format!("fxd-test-{}-{name}", std::process::id());
-        let places = Places {
+        let places = HostPlaces {
             run_dir: directory.path().join("run"),
             broker_run_dir: directory.path().join("run/broker"),
             cgroup: format!("{unique}/broker"),
@@ -149,7 +149,7 @@ fn stage_of_the_pod() {
         fs::write(place.directory.join("cgroup.procs"), std::process::id().to_string()).unwrap();
     }
     fs::write("/proc/self/oom_score_adj", "1000").unwrap();
-    let places = Places {
+    let places = HostPlaces {
         run_dir: path("run_dir"),
         broker_run_dir: path("broker_run_dir"),
         cgroup: told["cgroup"].as_str().unwrap().to_owned(),

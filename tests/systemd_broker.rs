@@ -18,15 +18,15 @@ use host::process::Identity;
 use hostapi::{LaunchOrder, LaunchRecord, StopOrder};
 use needs::{Need, skips_without};
 use nix::sys::signal::Signal;
-use stage::launch::{Places, systemd::Systemd};
+use stage::launch::{HostPlaces, systemd::Systemd};
 
 const ODD: [&str; 6] = ["a b", "$HOME", "100%h", ";", "say \"x\\y\"", "two\nlines"];
 
-fn places(directory: &Path) -> Option<Places> {
+fn places(directory: &Path) -> Option<HostPlaces> {
     if skips_without([Need::Systemd]) {
         return None;
     }
-    Some(Places {
+    Some(HostPlaces {
         run_dir: directory.join("run"),
         broker_run_dir: directory.join("run/broker"),
         cgroup: "unused".to_owned(),
@@ -113,7 +113,8 @@ fn the_hosts_systemd_keeps_the_broker() {
     assert_eq!(again.record, first.record);
 
     // A systemd that does not answer has stopped nothing, and nothing of the unit is taken off.
-    let mute = || Places { systemd: Some(Systemd { systemctl: "/bin/false".into(), ..systemd() }), ..places.clone() };
+    let mute =
+        || HostPlaces { systemd: Some(Systemd { systemctl: "/bin/false".into(), ..systemd() }), ..places.clone() };
     let stop = StopOrder { grace_secs: 10 };
     assert!(mute().stop(&stop).is_err());
     assert!(mute().forget().is_err());

@@ -12,7 +12,7 @@ use flate2::{Compression, read::GzDecoder, write::GzEncoder};
 use hostapi::{LinkOrder, Linked, Refusal};
 use packages::{BUNDLE_MANIFEST, BundleError, CreateBundle, HttpClient, InspectBundle, OutputFormat, Sources};
 use sha2::{Digest, Sha256};
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 use tar::{EntryType, Header};
 
 const PLATFORM: &str = "linux-64";
@@ -81,7 +81,7 @@ impl Host {
             platform: PLATFORM.to_owned(),
             follow: false,
         };
-        packages::link(&order, &Places::of_host(), &mut |_| ())
+        packages::link(&order, &HostPlaces::of_host(), &mut |_| ())
     }
 
     fn refused(&self) -> Refusal {

@@ -13,7 +13,7 @@ use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
     sys::signal::Signal,
 };
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 
 use super::*;
 
@@ -49,12 +49,12 @@ fn try_to_collect(host: &Host, keep: u32, wanted: &[&PackageSet]) -> Result<Coll
     try_to_collect_beside(&Broker::places(host, "none"), host, keep, wanted)
 }
 
-fn collect_beside(broker: &Places, host: &Host, keep: u32, wanted: &[&PackageSet]) -> Collected {
+fn collect_beside(broker: &HostPlaces, host: &Host, keep: u32, wanted: &[&PackageSet]) -> Collected {
     try_to_collect_beside(broker, host, keep, wanted).unwrap()
 }
 
 fn try_to_collect_beside(
-    broker: &Places,
+    broker: &HostPlaces,
     host: &Host,
     keep: u32,
     wanted: &[&PackageSet],
@@ -67,15 +67,21 @@ fn try_to_collect_beside(
 
 /// The cgroup of a host's broker, and what runs in it.
 struct Broker {
-    places: Places,
+    places: HostPlaces,
     cgroups: Vec<Place>,
 }
 
 impl Broker {
-    fn places(host: &Host, name: &str) -> Places {
+    fn places(host: &Host, name: &str) -> HostPlaces {
         let run_dir = host.prefix().join("run");
         let cgroup = format!("fxd-test-{}-{name}/broker", std::process::id());
-        Places { broker_run_dir: run_dir.join("broker"), run_dir, cgroup, launcher: "/nowhere".into(), systemd: None }
+        HostPlaces {
+            broker_run_dir: run_dir.join("broker"),
+            run_dir,
+            cgroup,
+            launcher: "/nowhere".into(),
+            systemd: None,
+        }
     }
 
     fn of(host: &Host, name: &str) -> Option<Self> {

@@ -6,7 +6,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::*;
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 
 const MIB: usize = 1 << 20;
 
@@ -68,7 +68,7 @@ fn measured_child() {
         line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap()
     };
     let mut threads = 0;
-    packages::link(&order, &Places::of_host(), &mut |_| threads = threads.max(status("Threads"))).unwrap();
+    packages::link(&order, &HostPlaces::of_host(), &mut |_| threads = threads.max(status("Threads"))).unwrap();
     eprintln!("measured {} {threads}", status("VmHWM") * 1024);
 }
 
@@ -180,7 +180,7 @@ async fn a_disk_that_is_too_small_is_reported_before_the_first_archive_comes() {
     };
     let linking = tokio::task::spawn_blocking(move || {
         let (more, _until) = io::pipe().unwrap();
-        packages::link_while(&order, &Places::of_host(), Some(std::os::fd::AsFd::as_fd(&more)), &mut |_| ())
+        packages::link_while(&order, &HostPlaces::of_host(), Some(std::os::fd::AsFd::as_fd(&more)), &mut |_| ())
     });
     let refusal = linking.await.unwrap().unwrap_err();
     assert!(refusal.message.contains("MiB are free, and the packages need"), "{refusal}");

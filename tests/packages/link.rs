@@ -1,7 +1,7 @@
 //! What is in `envs/` is whole, whatever happened on the way.
 
 use super::*;
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 
 #[tokio::test]
 async fn a_channel_becomes_an_environment_with_the_final_prefix_in_it() {
@@ -72,7 +72,7 @@ async fn a_killed_link_is_finished_by_the_next_one() {
 fn linking_child() {
     let Ok(order) = std::env::var("TEST_LINK_ORDER") else { return };
     let order = serde_json::from_str::<LinkOrder>(&order).unwrap();
-    packages::link(&order, &Places::of_host(), &mut |progress| eprintln!("{} {}", progress.what, progress.done))
+    packages::link(&order, &HostPlaces::of_host(), &mut |progress| eprintln!("{} {}", progress.what, progress.done))
         .unwrap();
 }
 
@@ -137,8 +137,9 @@ async fn a_digest_can_not_lead_out_of_the_prefix() {
             platform: PLATFORM.to_owned(),
             follow: false,
         };
-        let refused =
-            tokio::task::spawn_blocking(move || packages::link(&order, &Places::of_host(), &mut |_| ())).await.unwrap();
+        let refused = tokio::task::spawn_blocking(move || packages::link(&order, &HostPlaces::of_host(), &mut |_| ()))
+            .await
+            .unwrap();
         assert!(!refused.unwrap_err().transient);
     }
     let order = LinkOrder {
@@ -149,7 +150,7 @@ async fn a_digest_can_not_lead_out_of_the_prefix() {
         follow: false,
     };
     let refused =
-        tokio::task::spawn_blocking(move || packages::link(&order, &Places::of_host(), &mut |_| ())).await.unwrap();
+        tokio::task::spawn_blocking(move || packages::link(&order, &HostPlaces::of_host(), &mut |_| ())).await.unwrap();
     assert!(refused.unwrap_err().message.contains("relative is not an absolute path"));
     let refusal = host.link_for(&set, "linux-aarch64").await.unwrap_err();
     assert!(refusal.message.contains("linux-aarch64"), "{refusal}");

@@ -44,7 +44,7 @@ use channel::{Channel, Content, Server, noise};
 use hostapi::{LinkOrder, Linked, Progress, Refusal};
 use needs::{Need, skip, skips_without};
 use packages::{FetchError, Fetched, HttpClient, SolveError, Sources};
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 
 const PLATFORM: &str = "linux-64";
 
@@ -127,7 +127,7 @@ impl Host {
             platform: platform.to_owned(),
             follow: false,
         };
-        tokio::task::spawn_blocking(move || packages::link(&order, &Places::of_host(), &mut |_| ())).await.unwrap()
+        tokio::task::spawn_blocking(move || packages::link(&order, &HostPlaces::of_host(), &mut |_| ())).await.unwrap()
     }
 
     /// Names in `envs/`, the hidden ones too, but not its locks.

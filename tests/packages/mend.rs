@@ -13,7 +13,7 @@ use std::{
 
 use host::{HostLock, Root};
 use hostapi::{CollectOrder, Slice, VerifyOrder};
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 
 use super::{verify::verify, *};
 
@@ -57,7 +57,7 @@ async fn mend_while(
     mut progress: impl FnMut(Progress) + Send + 'static,
 ) -> Result<hostapi::Mended, Refusal> {
     let order = link_order(host, set);
-    tokio::task::spawn_blocking(move || packages::mend(&order, &Places::of_host(), &mut progress)).await.unwrap()
+    tokio::task::spawn_blocking(move || packages::mend(&order, &HostPlaces::of_host(), &mut progress)).await.unwrap()
 }
 
 /// What an agent orders that keeps all environments.
@@ -344,13 +344,13 @@ async fn an_open_environment_is_replaced_beside_the_process_that_uses_it() {
     assert!(job.try_wait().unwrap().is_none());
     // Not even if its name becomes free: others could write to it.
     fs::remove_dir_all(host.environment(&set)).unwrap();
-    packages::collect(&collect_nothing(host.prefix(), &set.digest()), &Places::of_host()).unwrap();
+    packages::collect(&collect_nothing(host.prefix(), &set.digest()), &HostPlaces::of_host()).unwrap();
     assert_eq!((set_aside(), host.environment(&set).exists()), (1, false));
     job.kill().unwrap();
     job.wait().unwrap();
     host.link(&set).await.unwrap();
     let digest = set.digest();
-    packages::collect(&collect_nothing(host.prefix(), &digest), &Places::of_host()).unwrap();
+    packages::collect(&collect_nothing(host.prefix(), &digest), &HostPlaces::of_host()).unwrap();
     assert_eq!(set_aside(), 0);
 }
 
@@ -405,8 +405,8 @@ async fn a_repair_delays_neither_an_installation_nor_a_broker() {
     let beside = move |now: Progress| {
         if tried.insert(now.what.clone()) {
             HostLock::take(&Root::host(), &prefix, Duration::ZERO).unwrap();
-            packages::link(&second, &Places::of_host(), &mut |_| ()).unwrap();
-            packages::collect(&collect_nothing(&prefix, &second.digest), &Places::of_host()).unwrap();
+            packages::link(&second, &HostPlaces::of_host(), &mut |_| ()).unwrap();
+            packages::collect(&collect_nothing(&prefix, &second.digest), &HostPlaces::of_host()).unwrap();
         }
     };
     assert_eq!(named(&mend_while(&host, &set, beside).await.unwrap().mended), ["changed lib/libflux.so"]);

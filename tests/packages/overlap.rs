@@ -16,7 +16,7 @@ use super::{
     verify::verify,
     *,
 };
-use stage::launch::Places;
+use stage::launch::HostPlaces;
 
 /// Nothing here takes as long.
 const LONG: Duration = Duration::from_mins(1);
@@ -173,7 +173,7 @@ async fn install(host: &Host, set: &PackageSet) -> (Result<Fetched, FetchError>,
     let (more, until) = io::pipe().unwrap();
     let Order::Link(order) = following_order(host.prefix(), set) else { unreachable!() };
     let linking = tokio::task::spawn_blocking(move || {
-        packages::link_while(&order, &Places::of_host(), Some(more.as_fd()), &mut |_| ())
+        packages::link_while(&order, &HostPlaces::of_host(), Some(more.as_fd()), &mut |_| ())
     });
     let fetched = host.fetch(set).await;
     drop(until);

@@ -26,14 +26,14 @@ use broker::{
 };
 use cluster::{ApiError, call, gone_is_fine, patch_params};
 use pods::{
-    action::{Action, Binding, JobRef, PodRef, ShadowStep},
+    action::{Action, Binding, KubeJobRef, PodRef, ShadowStep},
     facts::{ANNOTATION_SUSPENDED, SuspendReason},
-    jobs::NOTE,
-    jobspec::PINNED_URGENCY,
+    jobs::OUR_NOTE,
+    jobspec::USED_CORES_URGENCY,
     record::ANNOTATION_JOB,
 };
 
-use crate::{flux::start_queues, tell, under_way::Answer};
+use crate::{flux::start_queues, tell, under_way::Outcome};
 
 /// What actions are carried out with.
 #[derive(Clone)]
@@ -46,11 +46,11 @@ pub(crate) struct Tools {
 
 impl Tools {
     /// Carries out `action`, and says how that was answered.
-    pub(crate) async fn carry_out(&self, action: Action) -> Answer {
+    pub(crate) async fn carry_out(&self, action: Action) -> Outcome {
         match &action {
             Action::Submit(request) => self.submit(&request.jobspec(), request.urgency).await,
             Action::Resubmit { job, request } => {
-                let canceled = cancel(&self.broker, *job, &format!("{NOTE}asked for again on other nodes")).await;
+                let canceled = cancel(&self.broker, *job, &format!("{OUR_NOTE}asked for again on other nodes")).await;
                 match canceled {
                     Ok(_) => self.submit(&request.jobspec(), request.urgency).await,
                     Err(error) => by_broker("cancel a job", Err(error)),
@@ -63,60 +63,62 @@ impl Tools {
                 tell::event(&self.client, &self.identity, tell).await;
                 match tell.reason.is_condition() {
                     true => by_api_server(tell::condition(&self.client, tell).await),
-                    false => Answer::Done(None),
+                    false => Outcome::Done(None),
                 }
             }
             Action::Evict { pods, .. } => {
-                let mut answer = Answer::Done(None);
+                let mut answer = Outcome::Done(None);
                 for pod in pods {
                     answer = match by_api_server(self.evict(pod).await) {
-                        Answer::Done(_) => answer,
+                        Outcome::Done(_) => answer,
                         other => other,
                     };
                 }
                 answer
             }
-            Action::SuspendJob { job, reason, .. } => by_api_server(self.suspend(job, Some(*reason)).await),
-            Action::ResumeJob(job) => by_api_server(self.suspend(job, None).await),
+            Action::SuspendJob { job, reason, .. } => by_api_server(self.set_suspended(job, Some(*reason)).await),
+            Action::ResumeJob(job) => by_api_server(self.set_suspended(job, None).await),
             Action::Shadow(step) => self.shadow(step).await,
             Action::StopQueues(reason) => by_queues(queues::stop(&self.broker, reason).await),
             Action::StartQueues => by_queues(start_queues(&self.broker).await),
         }
     }
 
-    async fn submit(&self, jobspec: &Value, urgency: u8) -> Answer {
+    async fn submit(&self, jobspec: &Value, urgency: u8) -> Outcome {
         let name = jobspec.pointer("/attributes/system/job/name").and_then(Value::as_str);
         match submit(&self.broker, jobspec, urgency, true).await {
-            Ok(job) => Answer::Done(Some(job)),
+            Ok(job) => Outcome::Done(Some(job)),
             Err(error @ SubmitError::Refused { .. }) => {
                 warn!(name, error = error_chain(&error), "Flux refuses a job for pods");
-                Answer::Refused(error_chain(&error))
+                Outcome::Refused(error_chain(&error))
             }
             Err(error) => {
                 info!(name, error = error_chain(&error), "no answer about a job for pods");
-                Answer::Lost
+                Outcome::Lost
             }
         }
     }
 
-    async fn cancel(&self, job: JobId, note: &str) -> Answer {
+    async fn cancel(&self, job: JobId, note: &str) -> Outcome {
         by_broker("cancel a job", cancel(&self.broker, job, note).await)
     }
 
-    async fn shadow(&self, step: &ShadowStep) -> Answer {
+    async fn shadow(&self, step: &ShadowStep) -> Outcome {
         match step {
-            ShadowStep::Submit(request) => self.submit(&request.jobspec(), PINNED_URGENCY).await,
-            ShadowStep::Cancel { job, why, .. } => self.cancel(*job, &format!("{NOTE}{why}")).await,
-            ShadowStep::Exchange { job, request, why } => {
-                let submitted = self.submit(&request.jobspec(), PINNED_URGENCY).await;
-                if !matches!(submitted, Answer::Done(_)) {
+            ShadowStep::Submit(request) => self.submit(&request.jobspec(), USED_CORES_URGENCY).await,
+            ShadowStep::Cancel { job, why, .. } => self.cancel(*job, &format!("{OUR_NOTE}{why}")).await,
+            ShadowStep::Exchange { jobs, request, why } => {
+                let submitted = self.submit(&request.jobspec(), USED_CORES_URGENCY).await;
+                if !matches!(submitted, Outcome::Done(_)) {
                     return submitted;
                 }
-                // If the other one is not cancelled, there is one too many, which shows.
-                match self.cancel(*job, &format!("{NOTE}{why}")).await {
-                    Answer::Lost => Answer::Lost,
-                    _ => submitted,
+                for job in jobs {
+                    // An old job that is left shows, and a later decision cancels it.
+                    if self.cancel(*job, &format!("{OUR_NOTE}{why}")).await == Outcome::Lost {
+                        return Outcome::Lost;
+                    }
                 }
+                submitted
             }
         }
     }
@@ -138,8 +140,9 @@ impl Tools {
         };
         let what = format!("bind pod {namespace}/{name}");
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
-        let (parameters, binding) = (PostParams::default(), KubeBinding { metadata, target });
-        let bound = pods.create_subresource::<KubeBinding, Value>("binding", name, &parameters, &binding);
+        let (parameters, kube_binding) = (PostParams::default(), KubeBinding { metadata, target });
+        let bound = pods.create_subresource::<KubeBinding, Value>("binding", name, &parameters, &kube_binding);
+        // Without `gone_is_fine`: a pod that is gone was not bound.
         call(what, bound).await.map(drop)
     }
 
@@ -156,10 +159,11 @@ impl Tools {
         gone_is_fine(call(format!("evict pod {}/{}", pod.namespace, pod.name), evicted).await)
     }
 
-    async fn suspend(&self, job: &JobRef, reason: Option<SuspendReason>) -> Result<(), ApiError> {
+    /// Suspends the Job for this reason; None resumes it.
+    async fn set_suspended(&self, job: &KubeJobRef, reason: Option<SuspendReason>) -> Result<(), ApiError> {
         let jobs: Api<Job> = Api::namespaced(self.client.clone(), &job.namespace);
         let annotations = json!({ ANNOTATION_SUSPENDED: reason.map(SuspendReason::word) });
-        // Another uid than the object's is refused.
+        // The API server answers 409 if the object has another uid.
         let metadata = json!({ "uid": job.uid, "annotations": annotations });
         let patch = json!({ "metadata": metadata, "spec": { "suspend": reason.is_some() } });
         let what = format!("suspend or resume Job {}/{}", job.namespace, job.name);
@@ -167,44 +171,44 @@ impl Tools {
     }
 }
 
-fn by_broker(what: &str, answer: Result<bool, RpcError>) -> Answer {
+fn by_broker(what: &str, answer: Result<bool, RpcError>) -> Outcome {
     match answer {
-        Ok(_) => Answer::Done(None),
+        Ok(_) => Outcome::Done(None),
         Err(error) => {
             info!(error = error_chain(&error), "can't {what}");
-            if matches!(error, RpcError::Service { .. }) { Answer::Failed } else { Answer::Lost }
+            if matches!(error, RpcError::Service { .. }) { Outcome::Failed } else { Outcome::Lost }
         }
     }
 }
 
-fn by_queues<T>(answer: Result<T, queues::QueueError>) -> Answer {
+fn by_queues<T>(answer: Result<T, queues::QueueError>) -> Outcome {
     match answer {
-        Ok(_) => Answer::Done(None),
+        Ok(_) => Outcome::Done(None),
         Err(error) => {
             info!(error = error_chain(&error), "can't stop or start the queues");
-            Answer::Failed
+            Outcome::Failed
         }
     }
 }
 
-fn by_api_server(answer: Result<(), ApiError>) -> Answer {
+fn by_api_server(answer: Result<(), ApiError>) -> Outcome {
     match answer {
-        Ok(()) => Answer::Done(None),
+        Ok(()) => Outcome::Done(None),
         Err(error) => {
             info!(error = error_chain(&error), "the API server has not done what the bridge asked for");
-            answer_of(&error)
+            outcome_of(&error)
         }
     }
 }
 
 /// What an error of the API server says about the action that it answers.
-fn answer_of(error: &ApiError) -> Answer {
+fn outcome_of(error: &ApiError) -> Outcome {
     match (error.busy_for(), error.code()) {
-        (Some(pause), _) => Answer::Busy(pause),
+        (Some(pause), _) => Outcome::Busy(pause),
         // A conflict says nothing: the binding before it may have been ours.
-        (None, None | Some(409 | 500..)) => Answer::Lost,
-        (None, Some(404)) => Answer::Failed,
-        (None, Some(_)) => Answer::Refused(error_chain(error)),
+        (None, None | Some(409 | 500..)) => Outcome::Lost,
+        (None, Some(404)) => Outcome::Failed,
+        (None, Some(_)) => Outcome::Refused(error_chain(error)),
     }
 }
 
@@ -218,14 +222,14 @@ mod tests {
 
     #[test]
     fn an_error_of_the_api_server_is_refused_failed_busy_or_lost() {
-        let seconds = |seconds| Answer::Busy(Duration::from_secs(seconds));
+        let seconds = |seconds| Outcome::Busy(Duration::from_secs(seconds));
         for (code, details, expected) in [
             (403, json!({}), None),
             (422, json!({}), None),
-            (404, json!({}), Some(Answer::Failed)),
-            (409, json!({}), Some(Answer::Lost)),
-            (500, json!({}), Some(Answer::Lost)),
-            (504, json!({}), Some(Answer::Lost)),
+            (404, json!({}), Some(Outcome::Failed)),
+            (409, json!({}), Some(Outcome::Lost)),
+            (500, json!({}), Some(Outcome::Lost)),
+            (504, json!({}), Some(Outcome::Lost)),
             (429, json!({}), Some(seconds(1))),
             (429, json!({"retryAfterSeconds": 7}), Some(seconds(7))),
             (429, json!({"retryAfterSeconds": 86_400}), Some(seconds(60))),
@@ -233,12 +237,12 @@ mod tests {
         ] {
             let status: Status = serde_json::from_value(json!({"code": code, "details": details})).unwrap();
             let error = ApiError::Api { what: "bind".to_owned(), source: Box::new(kube::Error::Api(Box::new(status))) };
-            let answer = answer_of(&error);
+            let answer = outcome_of(&error);
             match expected {
                 Some(expected) => assert_eq!(answer, expected, "{code} {details}"),
-                None => assert!(matches!(answer, Answer::Refused(_)), "{code} {details}: {answer:?}"),
+                None => assert!(matches!(answer, Outcome::Refused(_)), "{code} {details}: {answer:?}"),
             }
         }
-        assert_eq!(answer_of(&ApiError::Timeout("bind".to_owned())), Answer::Lost);
+        assert_eq!(outcome_of(&ApiError::Timeout("bind".to_owned())), Outcome::Lost);
     }
 }

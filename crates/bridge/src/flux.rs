@@ -15,7 +15,7 @@ use broker::{
 };
 use pods::{
     jobs::Jobs,
-    time::Millis,
+    time::Moment,
     world::{self, Queues},
 };
 
@@ -35,7 +35,7 @@ pub(crate) struct Flux {
     pub(crate) is_whole: bool,
     /// Names this life of the broker, as no other broker is named.
     pub(crate) name: String,
-    in_run_since: Option<Millis>,
+    in_run_since: Option<Moment>,
     /// Which queues a restart has stopped, as it is noted in the KVS.
     noted: Option<StoppedByRestart>,
 }
@@ -71,7 +71,7 @@ impl Flux {
     ///
     /// # Errors
     /// [`RpcError`].
-    pub(crate) async fn broker(&mut self, recovered: Option<&str>, now: Millis) -> Result<world::Broker, RpcError> {
+    pub(crate) async fn broker(&mut self, recovered: Option<&str>, now: Moment) -> Result<world::Broker, RpcError> {
         let is_in_run = state(&self.client).await?.state == "run";
         self.in_run_since = is_in_run.then(|| self.in_run_since.unwrap_or(now));
         let mut all = if is_in_run { queues::queues(&self.client).await? } else { Vec::new() };

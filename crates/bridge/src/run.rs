@@ -8,12 +8,15 @@ use std::{
 };
 
 use futures::{FutureExt, Stream, StreamExt, future::BoxFuture, stream::FuturesUnordered};
-use k8s_openapi::{api::core::v1::Pod, jiff::Timestamp};
+use k8s_openapi::{
+    api::core::v1::{Node, Pod},
+    jiff::Timestamp,
+};
 use kube::Api;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 
-use api::{PodCounts, Rank, Roster, RosterEntry};
+use api::{PodCounts, Rank, RosterEntry};
 use base::error_chain;
 use broker::{queues::ensure_recorded, rfc3::RpcError};
 use cluster::call;
@@ -24,7 +27,7 @@ use pods::{
     jobs::Jobs,
     pod::PodView,
     target::Target,
-    time::Millis,
+    time::Moment,
     world::{Broker, World},
 };
 
@@ -35,7 +38,7 @@ use crate::{
     flux::Flux,
     lease::{BridgeLease, RENEW_EVERY},
     opted_in::OptedIn,
-    under_way::{Answer, UnderWay},
+    under_way::{Outcome, UnderWay},
     watched::{Change, Watched, changes},
 };
 
@@ -93,7 +96,7 @@ struct Life {
     flux: Flux,
     tools: Tools,
     under_way: UnderWay,
-    answers: FuturesUnordered<BoxFuture<'static, (u64, Answer)>>,
+    answers: FuturesUnordered<BoxFuture<'static, (u64, Outcome)>>,
     /// What was decided last and waits for room.
     decided: Vec<Action>,
     /// How long the last decision took.
@@ -154,12 +157,12 @@ impl Kubernetes {
     }
 
     /// Makes a decision, and begins what it wants.
-    async fn decide_and_begin(&mut self, life: &mut Life, memory: &mut Memory, basis: Basis, now: Millis) {
+    async fn decide_and_begin(&mut self, life: &mut Life, memory: &mut Memory, basis: Basis, now: Moment) {
         life.has_changed = false;
         let decision = self.decide(life, memory, &basis, now).await;
         let tick = Instant::now() + TICK;
         let is_settled = decision.report.standing == Standing::Serving && decision.actions.is_empty();
-        let at = |at: Millis| Instant::now() + Duration::from_millis(at.saturating_sub(now).max(1).unsigned_abs());
+        let at = |at: Moment| Instant::now() + Duration::from_millis(at.saturating_sub(now).max(1).unsigned_abs());
         let known_until = [life.under_way.due(), self.lookups.due()].into_iter().flatten().min();
         // What could not begin is decided again, and so is what waits for something else.
         let again = if is_settled { known_until.map(|until| until.max(tick)) } else { Some(tick) };
@@ -232,8 +235,8 @@ impl Kubernetes {
 
     /// Takes in how an action was answered. If it may have been done and nothing tells, a pod is read; for a job the journal is read
     /// from its beginning, which is why that is an error.
-    async fn take_answer(&mut self, life: &mut Life, number: u64, answer: Answer) -> Result<(), RpcError> {
-        match life.under_way.answer(number, answer, Instant::now()) {
+    async fn take_answer(&mut self, life: &mut Life, number: u64, answer: Outcome) -> Result<(), RpcError> {
+        match life.under_way.note_outcome(number, answer, Instant::now()) {
             Some(Action::Bind(binding)) => {
                 let PodRef { namespace, name, uid } = &binding.pod;
                 let pods: Api<Pod> = Api::namespaced(self.bridge.client.clone(), namespace);
@@ -262,7 +265,7 @@ impl Kubernetes {
     }
 
     /// Decides by all that is known; nothing, if the Lease is not ours or something is not known yet.
-    async fn decide(&mut self, life: &mut Life, memory: &mut Memory, basis: &Basis, now: Millis) -> Decision {
+    async fn decide(&mut self, life: &mut Life, memory: &mut Memory, basis: &Basis, now: Moment) -> Decision {
         let told = self.bridge.told.borrow().clone();
         let (Some(nodes), Some(kube_jobs)) = (self.watched.nodes(), self.watched.jobs()) else {
             return Decision::loading();
@@ -274,7 +277,7 @@ impl Kubernetes {
         };
         let theirs = bridged.filter(|pod| namespaces.contains(&pod.namespace));
         let facts: Facts = self.lookups.facts(&self.bridge.client, theirs, kube_jobs).await;
-        let targets = targets(&told.roster, nodes);
+        let targets = targets(&told.roster.ranks, nodes);
         // Lent to the world, without a copy.
         let none = Jobs::of(life.flux.client.uid());
         let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::replace(&mut life.flux.jobs, none));
@@ -286,8 +289,8 @@ impl Kubernetes {
             is_closing: told.is_closing,
             jobs: Some(jobs),
             pods: Some(pods),
+            ranks: ranks(&told.roster.ranks, &targets),
             targets,
-            ranks: ranks(&told.roster),
             facts,
             namespaces,
             doubtful,
@@ -335,7 +338,7 @@ impl Kubernetes {
 }
 
 /// The present, by the wall clock: the times in the journal and in objects are by it.
-fn now() -> Millis {
+fn now() -> Moment {
     Timestamp::now().as_millisecond()
 }
 
@@ -349,9 +352,9 @@ fn namespaces<'a>(
 }
 
 /// The nodes that pods may be bound to.
-fn targets(roster: &Roster, nodes: &BTreeMap<String, k8s_openapi::api::core::v1::Node>) -> BTreeMap<Rank, Target> {
+fn targets(of_roster: &BTreeMap<Rank, RosterEntry>, nodes: &BTreeMap<String, Node>) -> BTreeMap<Rank, Target> {
     let target = |rank: Rank| {
-        let entry = roster.ranks.get(&rank)?;
+        let entry = of_roster.get(&rank)?;
         let member = entry.member.as_ref()?;
         let node = nodes.get(&member.node).filter(|node| node.metadata.uid.as_deref() == Some(&member.uid))?;
         let found = Target::of(node, rank, entry.resources.as_ref()?);
@@ -359,23 +362,48 @@ fn targets(roster: &Roster, nodes: &BTreeMap<String, k8s_openapi::api::core::v1:
             found.inspect_err(|error| debug!(%error, node = member.node, "can't read a Node's resources")).ok()?;
         Some((rank, found?))
     };
-    roster.ranks.keys().filter_map(|rank| target(*rank)).collect()
+    of_roster.keys().filter_map(|rank| target(*rank)).collect()
 }
 
-/// See [`World::ranks`].
-fn ranks(roster: &Roster) -> BTreeMap<String, Rank> {
+/// See [`World::ranks`]. Of several ranks with one node name, that of the Node wins which exists: a rank is retained for a while for the
+/// machine that had the name before.
+fn ranks(of_roster: &BTreeMap<Rank, RosterEntry>, targets: &BTreeMap<Rank, Target>) -> BTreeMap<String, Rank> {
     let member = |(rank, entry): (&Rank, &RosterEntry)| {
         let runs_jobs = entry.resources.is_some() && !entry.is_excluded();
         Some((entry.member.as_ref().filter(|_| runs_jobs)?.node.clone(), *rank))
     };
-    roster.ranks.iter().filter_map(member).collect()
+    let of_targets = targets.values().map(|target| (target.node.clone(), target.rank));
+    of_roster.iter().filter_map(member).chain(of_targets).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use api::{Declared, Member};
     use pods::facts::SuspendReason;
 
     use super::*;
+
+    #[test]
+    fn of_two_ranks_with_a_nodes_name_it_has_the_one_for_its_own_uid() {
+        for (of_node, of_former) in [(3, 4), (4, 3)] {
+            let entry = |uid: &str| RosterEntry {
+                member: Some(Member {
+                    node: "b".into(),
+                    uid: uid.into(),
+                    address: std::net::Ipv4Addr::LOCALHOST.into(),
+                    gone_since: None,
+                }),
+                resources: Some(Declared { cores: 1, ..Declared::default() }),
+                ..RosterEntry::default()
+            };
+            let of_roster = [(of_node, entry("new")), (of_former, entry("former"))].into();
+            let mut node = Node::default();
+            (node.metadata.name, node.metadata.uid) = (Some("b".into()), Some("new".into()));
+            let targets = targets(&of_roster, &[("b".to_owned(), node)].into());
+            assert_eq!(targets.keys().copied().collect::<Vec<_>>(), [of_node]);
+            assert_eq!(ranks(&of_roster, &targets), [("b".to_owned(), of_node)].into(), "{of_former} is retained");
+        }
+    }
 
     #[test]
     fn a_suspended_job_without_pods_is_looked_at_until_it_has_been_resumed() {

@@ -29,14 +29,14 @@ const OTHERS: usize = 64;
 
 /// How an action was answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub(crate) enum Outcome {
     /// It was done. A submission has a job.
     Done(Option<JobId>),
     /// It was certainly not done.
     Failed,
-    /// As [`Answer::Failed`], and it would be refused again. With the words of who refused it.
+    /// As [`Outcome::Failed`], and it would be refused again. With the words of who refused it.
     Refused(String),
-    /// As [`Answer::Failed`], and it must not be tried again for this long.
+    /// As [`Outcome::Failed`], and it must not be tried again for this long.
     Busy(Duration),
     /// It may have been done.
     Lost,
@@ -84,14 +84,14 @@ impl UnderWay {
     }
 
     /// Notes an answer. Returns the action if it may have been done and nothing tells.
-    pub(crate) fn answer(&mut self, number: u64, answer: Answer, now: Instant) -> Option<Action> {
+    pub(crate) fn note_outcome(&mut self, number: u64, answer: Outcome, now: Instant) -> Option<Action> {
         let at = self.begun.iter().position(|begun| begun.number == number)?;
         let begun = &mut self.begun[at];
         match answer {
-            Answer::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
-            Answer::Busy(pause) => begun.progress = Progress::Paused(now + pause),
-            Answer::Failed => drop(self.begun.remove(at)),
-            Answer::Refused(words) => match (begun.action.paused_by_refusal().cloned(), &begun.action) {
+            Outcome::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
+            Outcome::Busy(pause) => begun.progress = Progress::Paused(now + pause),
+            Outcome::Failed => drop(self.begun.remove(at)),
+            Outcome::Refused(words) => match (begun.action.paused_by_refusal().cloned(), &begun.action) {
                 (Some(gang), _) => {
                     self.begun.remove(at);
                     self.refused.insert(gang, (words, now));
@@ -102,7 +102,7 @@ impl UnderWay {
                 }
                 (None, _) => begun.progress = Progress::Paused(now + AGAIN_AFTER),
             },
-            Answer::Lost => {
+            Outcome::Lost => {
                 begun.progress = Progress::Paused(now + AGAIN_AFTER);
                 return Some(begun.action.clone());
             }
@@ -157,7 +157,7 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
         Action::Cancel { job, .. } | Action::Finish { job, .. } => has_ended(job),
         Action::Shadow(ShadowStep::Submit(_)) => is_there(),
         Action::Shadow(ShadowStep::Cancel { job, .. }) => has_ended(job),
-        Action::Shadow(ShadowStep::Exchange { job: old, .. }) => has_ended(old) && is_there(),
+        Action::Shadow(ShadowStep::Exchange { jobs: old, .. }) => old.iter().all(has_ended) && is_there(),
         Action::Bind(binding) => pods.by_uid.get(&binding.pod.uid).is_none_or(|pod| pod.node.is_some()),
         Action::Tell(tell) => pods.by_uid.get(&tell.pod.uid).and_then(|pod| pod.plan.as_ref()).is_none_or(|plan| {
             let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));
@@ -174,28 +174,28 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
 
 #[cfg(test)]
 mod tests {
-    use pods::{action::JobRef, facts::KubeJob};
+    use pods::{action::KubeJobRef, facts::KubeJob};
 
     use super::*;
 
     #[test]
     fn a_failed_action_is_tried_again_at_once_any_other_after_a_pause() {
         for (answer, seconds) in [
-            (Answer::Failed, 0),
-            (Answer::Busy(Duration::from_secs(7)), 7),
-            (Answer::Lost, 1),
-            (Answer::Refused("no".to_owned()), 1),
-            (Answer::Done(None), 10),
+            (Outcome::Failed, 0),
+            (Outcome::Busy(Duration::from_secs(7)), 7),
+            (Outcome::Lost, 1),
+            (Outcome::Refused("no".to_owned()), 1),
+            (Outcome::Done(None), 10),
         ] {
             let pause = Duration::from_secs(seconds);
-            let job = JobRef { namespace: "default".into(), name: "train".into(), uid: "u".into() };
+            let job = KubeJobRef { namespace: "default".into(), name: "train".into(), uid: "u".into() };
             let suspended = KubeJob { is_suspended: true, ..KubeJob::default() };
             let facts = Facts { jobs: [("u".to_owned(), suspended)].into(), ..Facts::default() };
             let begin = Instant::now();
             let is_left_alone = |after| {
                 let mut under_way = UnderWay::default();
                 let number = under_way.begin(Action::ResumeJob(job.clone()));
-                under_way.answer(number, answer.clone(), begin);
+                under_way.note_outcome(number, answer.clone(), begin);
                 assert_eq!(under_way.due(), (seconds > 0).then_some(begin + pause), "{answer:?}");
                 under_way.settle(&Jobs::of(0), &Pods::default(), &facts, begin + after);
                 assert!(under_way.refused().is_empty());

@@ -20,7 +20,7 @@ use base::error_chain;
 use pods::{
     facts::{ANNOTATION_SUSPENDED, KubeJob, SuspendReason},
     pod::{FORCED_HOLD, PodView},
-    time::Millis,
+    time::Moment,
     world::Pods,
 };
 
@@ -119,7 +119,7 @@ fn put<T: PartialEq>(map: &mut BTreeMap<String, T>, (key, value): (String, T)) -
 
 impl Watched {
     /// Takes in a change. Returns true if it matters: most of what is written to pods and Nodes does not.
-    pub(crate) fn take(&mut self, change: Change, now: Millis) -> bool {
+    pub(crate) fn take(&mut self, change: Change, now: Moment) -> bool {
         match change {
             Change::Pod(event) => self.take_pod(*event, now),
             Change::Node(event) => self.nodes.take(*event, |node| (node.name_any(), slim(node))),
@@ -150,7 +150,7 @@ impl Watched {
     }
 
     /// Forgets the pods whose cores need not be held any longer. Returns true if there was one.
-    pub(crate) fn forget(&mut self, now: Millis) -> bool {
+    pub(crate) fn forget(&mut self, now: Moment) -> bool {
         let pods = &mut self.pods.by_uid;
         let before = pods.len();
         self.gone.retain(|uid| match pods.get(uid).and_then(|pod| pod.gone) {
@@ -166,14 +166,14 @@ impl Watched {
     }
 
     /// Takes in a pod that was read in answer to a conflict.
-    pub(crate) fn read(&mut self, pod: Option<&Pod>, uid: &str, now: Millis) {
+    pub(crate) fn read(&mut self, pod: Option<&Pod>, uid: &str, now: Moment) {
         match pod.filter(|pod| pod.uid().as_deref() == Some(uid)) {
             Some(pod) => self.keep_pod(pod),
             None => self.lose(uid, now),
         };
     }
 
-    fn take_pod(&mut self, event: Event<Pod>, now: Millis) -> bool {
+    fn take_pod(&mut self, event: Event<Pod>, now: Moment) -> bool {
         match event {
             Event::Init => {
                 self.new_pods.clear();
@@ -212,7 +212,7 @@ impl Watched {
     }
 
     /// The pod is gone. Returns true if anything has changed.
-    fn lose(&mut self, uid: &str, now: Millis) -> bool {
+    fn lose(&mut self, uid: &str, now: Moment) -> bool {
         let Some(pod) = self.pods.by_uid.get_mut(uid) else { return false };
         if pod.node.is_none() || pod.is_terminal() {
             self.pods.by_uid.remove(uid);
@@ -266,7 +266,7 @@ mod tests {
 
     use super::*;
 
-    const NOW: Millis = 1_800_000_000_000;
+    const NOW: Moment = 1_800_000_000_000;
 
     fn object<K: serde::de::DeserializeOwned>(value: Value) -> K {
         serde_json::from_value(value).unwrap()

@@ -1,6 +1,6 @@
 //! Bridged jobs as the agent sees them, with a bridge or without: which ranks they hold, and the end of those that a bridge has left.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use api::IdSet;
 use futures::StreamExt;
@@ -17,8 +17,8 @@ use broker::{
     status::{InstanceStatus, instance},
 };
 use pods::{
-    jobs::{Jobs, NOTE},
-    jobspec::could_be_bridged,
+    jobs::{Jobs, OUR_NOTE},
+    jobspec::could_be_ours,
     occupied::{Look, Occupied, occupied},
 };
 
@@ -85,8 +85,9 @@ impl<'a> Occupancy<'a> {
     /// Asks what each new job of `listed` is. Returns the ranks of the host jobs.
     async fn learn(&mut self, listed: &[ListedJob]) -> IdSet {
         self.listed = Some(Instant::now());
-        self.jobs.keep(|id| listed.iter().any(|job| job.id == id));
-        let may_be_gang = |job: &&ListedJob| may_be_bridged(self.client, job);
+        let ids: BTreeSet<_> = listed.iter().map(|job| job.id).collect();
+        self.jobs.keep(|id| ids.contains(&id));
+        let may_be_gang = |job: &&ListedJob| may_be_ours(self.client, job);
         let new = listed.iter().filter(may_be_gang).map(|job| job.id).filter(|id| self.jobs.get(*id).is_none());
         let new: Vec<_> = new.collect();
         let mut found = job_events(self.client, new);
@@ -111,7 +112,7 @@ impl<'a> Occupancy<'a> {
 /// [`QueueError`]. To be tried again, above all after [`QueueError::SchedulerIsOffline`].
 pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueError> {
     let listed = listed_jobs(client, JobStates::Active).await?;
-    let named: Vec<_> = listed.iter().filter(|job| may_be_bridged(client, job)).map(|job| job.id).collect();
+    let named: Vec<_> = listed.iter().filter(|job| may_be_ours(client, job)).map(|job| job.id).collect();
     let mut jobs = Jobs::of(client.uid());
     let mut found = job_events(client, named);
     while let Some(job) = found.next().await {
@@ -122,7 +123,7 @@ pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueE
         if is_scheduler_offline(client).await? {
             return Err(QueueError::SchedulerIsOffline);
         }
-        if cancel(client, job.id, &format!("{NOTE}spec.pods.enabled is off; the pods of this job run on")).await? {
+        if cancel(client, job.id, &format!("{OUR_NOTE}spec.pods.enabled is off; the pods of this job run on")).await? {
             info!(job = %job.id, "cancelled a job of pods: spec.pods.enabled is off");
         }
     }
@@ -137,6 +138,6 @@ pub async fn clean_up(client: &Client, starts_queues: bool) -> Result<(), QueueE
 }
 
 /// True if the bridge may have submitted `job`, by what the list says. Only the jobspec tells for sure.
-fn may_be_bridged(client: &Client, job: &ListedJob) -> bool {
-    job.userid == client.uid() && could_be_bridged(&job.name)
+fn may_be_ours(client: &Client, job: &ListedJob) -> bool {
+    job.userid == client.uid() && could_be_ours(&job.name)
 }

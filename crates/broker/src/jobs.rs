@@ -169,7 +169,10 @@ pub async fn listed_jobs(client: &Client, states: JobStates) -> Result<Vec<Liste
     Ok(parse::<Listed>(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?.jobs)
 }
 
-/// Reads jobs one by one, and fails once their ranks are more than [`MOST_DECLARED`]: each job has at least one core on each of its ranks.
+/// Most ranks of all jobs together: a job has at least one core on each of its ranks.
+const MOST_RANKS_OF_JOBS: u64 = MOST_DECLARED;
+
+/// Reads jobs one by one, and fails once their ranks are more than [`MOST_RANKS_OF_JOBS`].
 fn jobs_within_limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ListedJob>, D::Error> {
     struct Jobs;
     impl<'de> Visitor<'de> for Jobs {
@@ -180,7 +183,7 @@ fn jobs_within_limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<L
         }
 
         fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
-            let (mut jobs, mut left) = (Vec::new(), MOST_DECLARED);
+            let (mut jobs, mut left) = (Vec::new(), MOST_RANKS_OF_JOBS);
             while let Some(job) = items.next_element::<ListedJob>()? {
                 let ranks = job.ranks.len() as u64;
                 left = left.checked_sub(ranks).ok_or_else(|| A::Error::custom("the jobs have too many ranks"))?;

@@ -1,6 +1,6 @@
 //! How much a resource set has, and on which ranks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -59,21 +59,29 @@ enum UnreadableSet {
     #[error(transparent)]
     NotAnIdSet(#[from] NotAnIdSet),
     /// Whoever can answer in the place of a broker could otherwise take all memory.
-    #[error("it has more than {MOST_DECLARED} ids of cores and other resources on all ranks together")]
+    #[error("it has more than {MOST_IDS} ids of ranks, cores and other resources on all ranks together")]
     TooMany,
     /// Each rank gets a copy of it.
     #[error("it has a kind of resource with a name of {0} bytes, more than {LONGEST_KIND}")]
     LongKind(usize),
+    /// Each rank gets a copy of all.
+    #[error("it has more than {MOST_KINDS} kinds of resources")]
+    ManyKinds,
 }
+
+/// Most ids on all ranks together. What a roster declares is fewer.
+const MOST_IDS: u64 = MOST_DECLARED + MOST_RANKS as u64;
 
 /// Longest name of a kind of resource, in bytes. Flux has `core` and `gpu`.
 const LONGEST_KIND: usize = 64;
+/// Most kinds of resources. Flux has two.
+const MOST_KINDS: usize = 8;
 
 impl TryFrom<Written> for ResourceSet {
     type Error = UnreadableSet;
 
     fn try_from(Written { execution }: Written) -> Result<Self, UnreadableSet> {
-        let mut left = MOST_DECLARED;
+        let (mut left, mut kinds) = (MOST_IDS, BTreeSet::new());
         let mut entry = |written: WrittenEntry| {
             let rank: IdSet = written.rank.parse()?;
             let mut children = BTreeMap::new();
@@ -83,6 +91,10 @@ impl TryFrom<Written> for ResourceSet {
             for (kind, ids) in written.children {
                 if kind.len() > LONGEST_KIND {
                     return Err(UnreadableSet::LongKind(kind.len()));
+                }
+                kinds.insert(kind.clone());
+                if kinds.len() > MOST_KINDS {
+                    return Err(UnreadableSet::ManyKinds);
                 }
                 let ids: IdSet = ids.parse()?;
                 let on_each = ids.len().max(1) as u64;
@@ -172,7 +184,9 @@ mod tests {
         };
         assert!(read(kinds(vec!["k".repeat(64)])));
         assert!(!read(kinds(vec!["k".repeat(65)])), "65536 copies of a long name");
-        assert!(!read(kinds((0..300).map(|kind| format!("k{kind}")).collect())), "300 kinds without ids on each rank");
+        for (many, expected) in [(8, true), (9, false), (300, false)] {
+            assert_eq!(read(kinds((0..many).map(|kind| format!("k{kind}")).collect())), expected, "{many} kinds");
+        }
     }
 
     #[test]

@@ -131,7 +131,7 @@ pub fn symlink_atomic(target: &Path, path: &Path) -> Result<(), Refusal> {
     replace_symlink(target, path).map_err(|error| Refusal::io("make the link", path, &error))
 }
 
-/// Like [`symlink_atomic`], but does not check first whether the link is already there.
+/// Like [`symlink_atomic`], for a path through an open directory, which an error must not name.
 ///
 /// # Errors
 /// If the link can't be made or renamed.
@@ -159,7 +159,7 @@ pub fn remove_if_there(path: &Path) -> io::Result<()> {
     absent_is_fine(fs::remove_file(path))
 }
 
-/// Turns `NotFound` into success, for removals.
+/// Turns `NotFound` into success.
 ///
 /// # Errors
 /// Every other error of `result`.

@@ -94,13 +94,13 @@ pub fn find(root: &Root) -> Result<Option<HostState>, Refusal> {
 /// # Errors
 /// If this host is not claimed there (claim it first), or the lock can't be taken.
 pub fn lock_claimed(root: &Root, prefix: &Path) -> Result<(HostLock, HostState), Refusal> {
-    claimed(root, prefix)?;
+    load_claimed(root, prefix)?;
     let lock = HostLock::take(root, prefix, WAIT)?;
     // Loaded again: a removal may have held the lock.
-    Ok((lock, claimed(root, prefix)?))
+    Ok((lock, load_claimed(root, prefix)?))
 }
 
-fn claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
+fn load_claimed(root: &Root, prefix: &Path) -> Result<HostState, Refusal> {
     load(root, prefix)?.ok_or_else(|| {
         Refusal::transient(format!("{} is not claimed: it has no state.json; run `claim` first", prefix.display()))
     })

@@ -61,7 +61,7 @@ pub struct Agents(BTreeMap<String, i64>);
 impl Agents {
     /// Returns those of `nodes` that have had no agent for at least 10 s, and why. `now` is in seconds.
     /// Without any pod in `pods` the planner can't tell which agents run, so it reports none missing.
-    pub fn missing<'a>(
+    pub fn agentless<'a>(
         &mut self,
         pods: &[AgentPod],
         nodes: impl Iterator<Item = &'a str>,
@@ -145,7 +145,7 @@ mod tests {
             (101 + PATIENCE_SECS, &gone, Some("there is no pod of DaemonSet install-flux on it")),
             (200, &[], None),
         ] {
-            let missing = agents.missing(pods, nodes(), now);
+            let missing = agents.agentless(pods, nodes(), now);
             assert_eq!(missing.get("node2").map(String::as_str), expected, "{now}");
             assert_eq!(missing.get("node1"), None);
         }

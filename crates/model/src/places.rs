@@ -1,6 +1,6 @@
 //! Which line of a YAML file a field is on. The file's values are read by serde_norway, which forgets the lines; this reads
-//! the file's structure once more, by the parser that kube-client reads kubeconfigs with. If the two should ever disagree,
-//! a line is not known, and no value is another one.
+//! the file's structure once more, by the parser that kube-client reads kubeconfigs with. Only lines come from here, never
+//! values: if the two parsers disagree, a message lacks its line, or names a wrong one.
 
 use std::{collections::BTreeMap, iter::Peekable};
 
@@ -8,18 +8,18 @@ use granit_parser::{Event, Parser, ScalarStyle};
 
 /// The fields of one document, by path, such as `spec.packages.specs[1]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Places {
-    /// The line on which the document's content begins, counted from 1.
+pub struct FieldLines {
+    /// The line on which the document's content begins, counted from 1; 0 if not known.
     pub start: usize,
     lines: BTreeMap<String, usize>,
     /// Fields that stand there more than once, with the line of each repetition.
     pub repeated: Vec<(String, usize)>,
-    /// Literal block scalars (`|`), with the line before their text.
+    /// Literal block scalars (`|`), with the line of their field.
     texts: BTreeMap<String, usize>,
 }
 
-impl Places {
-    /// The line of the field, or of the nearest one around it that is there.
+impl FieldLines {
+    /// The line of the field; if the file lacks it, of the nearest field that contains it.
     pub fn line(&self, path: &str) -> Option<usize> {
         let above = path.rfind(['.', '[']).map_or("", |at| &path[..at]);
         match self.lines.get(path) {
@@ -29,15 +29,15 @@ impl Places {
         }
     }
 
-    /// The line before the first one of the text that the field holds as a literal block scalar.
+    /// The line of a field whose value is a literal block scalar. The lines of its text are counted from there.
     pub fn line_before_text(&self, path: &str) -> Option<usize> {
         self.texts.get(path).copied()
     }
 }
 
-/// The places of each document in `text`, in their order; empty if the text can't be read. Only for text that another parser
-/// has taken already: nesting is not limited here.
-pub fn documents(text: &str) -> Vec<Places> {
+/// The lines of each document in `text`, in their order; empty if the text can't be read. Only for text that another parser has
+/// accepted already: deep nesting would overflow the stack here.
+pub fn documents(text: &str) -> Vec<FieldLines> {
     let mut events = Parser::new_from_str(text)
         .map_while(Result::ok)
         .filter(|(event, _)| !matches!(event, Event::Comment(..)))
@@ -47,8 +47,8 @@ pub fn documents(text: &str) -> Vec<Places> {
     while let Some((event, _)) = events.next() {
         if matches!(event, Event::DocumentStart(..)) {
             let start = events.peek().map_or(0, |(_, line)| *line);
-            let mut places = Places { start, ..Places::default() };
-            node(&mut events, "", &mut places);
+            let mut places = FieldLines { start, ..FieldLines::default() };
+            read_value(&mut events, "", &mut places);
             documents.push(places);
         }
     }
@@ -56,7 +56,11 @@ pub fn documents(text: &str) -> Vec<Places> {
 }
 
 /// Reads one value and all that is in it.
-fn node<'a>(events: &mut Peekable<impl Iterator<Item = (Event<'a>, usize)>>, path: &str, places: &mut Places) {
+fn read_value<'a>(
+    events: &mut Peekable<impl Iterator<Item = (Event<'a>, usize)>>,
+    path: &str,
+    places: &mut FieldLines,
+) {
     match events.next() {
         Some((Event::SequenceStart(..), _)) => {
             let mut index = 0;
@@ -67,7 +71,7 @@ fn node<'a>(events: &mut Peekable<impl Iterator<Item = (Event<'a>, usize)>>, pat
                 }
                 let path = format!("{path}[{index}]");
                 places.lines.insert(path.clone(), *line);
-                node(events, &path, places);
+                read_value(events, &path, places);
                 index += 1;
             }
         }
@@ -86,7 +90,7 @@ fn node<'a>(events: &mut Peekable<impl Iterator<Item = (Event<'a>, usize)>>, pat
                 if let Some((Event::Scalar(_, ScalarStyle::Literal, ..), _)) = events.peek() {
                     places.texts.insert(path.clone(), line);
                 }
-                node(events, &path, places);
+                read_value(events, &path, places);
             }
         }
         _ => {}

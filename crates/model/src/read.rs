@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{
-    places::{self, Places},
+    places::{self, FieldLines},
     schema::{self, Findings, nearest},
 };
 use crate::validate;
@@ -50,7 +50,7 @@ pub fn read(text: &str) -> Result<Documents, Finding> {
     let parsed = serde_norway::Deserializer::from_str(text).map(Value::deserialize).collect::<Result<Vec<_>, _>>();
     let mut values = parsed.map_err(not_yaml)?;
     let mut places = places::documents(text);
-    places.resize(values.len(), Places::default());
+    places.resize(values.len(), FieldLines::default());
     let mut numbered: Vec<_> = values.drain(..).zip(places).collect();
     if numbered.len() > 1 {
         // Empty documents, between two `---` or after the last one.
@@ -61,7 +61,7 @@ pub fn read(text: &str) -> Result<Documents, Finding> {
         && list["kind"] == "List"
         && let Value::Array(items) = list["items"].take()
     {
-        numbered = items.into_iter().map(|item| (item, Places::default())).collect();
+        numbered = items.into_iter().map(|item| (item, FieldLines::default())).collect();
     }
     if matches!(numbered.as_slice(), [] | [(Value::Null, _)]) {
         return Ok(Documents::default());
@@ -141,7 +141,7 @@ fn role(value: &Value, is_only: bool) -> Role {
     }
 }
 
-fn instance(mut object: Value, places: &Places) -> SpecDocument {
+fn instance(mut object: Value, places: &FieldLines) -> SpecDocument {
     let mut findings = Vec::new();
     let known = ["apiVersion", "kind", "metadata", "spec", "status"];
     unknown_fields(&object, "", &known, &mut findings);
@@ -157,7 +157,7 @@ fn instance(mut object: Value, places: &Places) -> SpecDocument {
 }
 
 /// Checks `{spec: …}`; `prefix` is what the file's own paths lack.
-fn spec_alone(mut object: Value, places: &Places, prefix: &str) -> SpecDocument {
+fn spec_alone(mut object: Value, places: &FieldLines, prefix: &str) -> SpecDocument {
     if object["spec"].is_null() {
         object["spec"] = json!({});
     }
@@ -167,7 +167,7 @@ fn spec_alone(mut object: Value, places: &Places, prefix: &str) -> SpecDocument 
 }
 
 /// Checks the spec in ConfigMap flux-default. Its lines are known if the text is a YAML block (`|`).
-fn default_spec(map: &Value, places: &Places) -> SpecDocument {
+fn default_spec(map: &Value, places: &FieldLines) -> SpecDocument {
     let text = map["data"][CONFIGMAP_DEFAULT_KEY].as_str().unwrap_or_default();
     let field = format!("data.{CONFIGMAP_DEFAULT_KEY}");
     let before = places.line_before_text(&field);
@@ -191,7 +191,7 @@ fn default_spec(map: &Value, places: &Places) -> SpecDocument {
     }
 }
 
-fn finish(spec: Option<FluxInstanceSpec>, findings: Vec<Finding>, places: &Places, prefix: &str) -> SpecDocument {
+fn finish(spec: Option<FluxInstanceSpec>, findings: Vec<Finding>, places: &FieldLines, prefix: &str) -> SpecDocument {
     let on_line = |finding: Finding| Finding {
         line: places.line(finding.field.strip_prefix(prefix).unwrap_or_default()),
         ..finding

@@ -66,8 +66,8 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         resolver: Resolver::default(),
         clock_ahead_secs: predecessor_time.map(|before| clock::now().as_second() - before.as_second()),
         moved: None,
-        deadline: None,
-        since: Instant::now(),
+        moved_deadline: None,
+        waiting_since: Instant::now(),
         had_roster: false,
         stale_flux_nodes: HashMap::new(),
         sources: Sources::default(),
@@ -110,10 +110,10 @@ struct Planner {
     /// The roster with the moved time limits, until it is known to be written.
     moved: Option<Roster>,
     /// The upgrade deadline that was running when this planner took over.
-    deadline: Option<MovedDeadline>,
+    moved_deadline: Option<MovedDeadline>,
     /// When this planner got the Lease or, if the roster (or the FluxInstance with it) vanished later, when it noticed
     /// that.
-    since: Instant,
+    waiting_since: Instant,
     /// The FluxInstance had a roster in the previous round.
     had_roster: bool,
     /// FluxNodes that nothing needs any more, and since when.
@@ -162,8 +162,8 @@ impl Planner {
                 self.is_cleaned_up = false;
                 self.plan(caches, flux, &nodes, &reports).await
             }
-            // The agents clean their hosts and delete their FluxNodes. When the last one is gone, no host has anything
-            // of the instance, and nothing needs the roster any more.
+            // Once: the agents clean their hosts and delete their FluxNodes, so no host has anything of the instance now, and
+            // nothing needs the roster any more.
             None if flux_nodes.is_empty() && !self.is_cleaned_up => {
                 publish::forget_instance(&self.client).await?;
                 self.is_cleaned_up = true;
@@ -184,18 +184,18 @@ impl Planner {
         let mut status_before = flux.status.clone().unwrap_or_default();
         let fresh_id = uuid::Uuid::new_v4().to_string();
         let mut stored = published::read_roster(&self.client).await?;
-        if self.take_over_limits(stored.as_ref(), &status_before).await? {
+        if self.move_limits_to_our_clock(stored.as_ref(), &status_before).await? {
             stored = published::read_roster(&self.client).await?;
         }
-        if let Some(deadline) = &self.deadline {
+        if let Some(deadline) = &self.moved_deadline {
             deadline.apply(&mut status_before);
         }
         let has_roster = stored.as_ref().is_some_and(|(roster, _)| roster.instance_uid == uid);
         if std::mem::replace(&mut self.had_roster, has_roster) && !has_roster {
-            self.since = Instant::now();
+            self.waiting_since = Instant::now();
         }
         let now = clock::now().as_second();
-        let agentless = self.agents.missing(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);
+        let agentless = self.agents.agentless(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);
         let mut seen = Observed {
             instance_uid: &uid,
             spec: &flux.spec,
@@ -208,24 +208,24 @@ impl Planner {
             certificate: None,
             is_certificate_gone: false,
             now,
-            waited: self.since.elapsed(),
+            waited: self.waiting_since.elapsed(),
             restart_word: flux.annotations().get(ANNOTATION_RESTART).map(String::as_str),
             fresh_id: &fresh_id,
             agentless: &agentless,
-            // Known once they are written, and no decision depends on them.
+            // Known after this round has written the FluxNodes. No decision depends on it.
             unusable: &BTreeMap::new(),
         };
 
-        let invalid = self.unsupported().await?.or(self.invalid_spec(flux, &uid));
+        let unservable = self.unsupported().await?.or(self.invalid_spec(flux, &uid));
         // If the spec or the Kubernetes version can't be served, everything stays as it is.
-        let is_invalid = invalid.is_some();
-        let (digest, lacks_packages) = if is_invalid { (None, None) } else { self.packages(&seen).await? };
+        let is_unservable = unservable.is_some();
+        let (digest, lacks_packages) = if is_unservable { (None, None) } else { self.packages(&seen).await? };
         let (fingerprint, lacks_certificate) = self.certificate(&mut seen).await?;
-        let found = foremost([invalid, lacks_packages, lacks_certificate].into_iter().flatten());
+        let found = foremost([unservable, lacks_packages, lacks_certificate].into_iter().flatten());
         seen.digest = digest.as_deref();
         seen.certificate = fingerprint.as_deref();
 
-        let decision = if is_invalid { decide_unserved(&seen) } else { decide(&seen) };
+        let decision = if is_unservable { decide_unserved(&seen) } else { decide(&seen) };
         let obstacle = match &decision {
             Decision::Wait(reason) => Some(told_while_waiting(&seen, found, reason.clone())),
             Decision::Keep | Decision::Write(_) => found,
@@ -260,13 +260,13 @@ impl Planner {
 
     /// Takes over the previous planner's time limits, once; see [`move_limits`]. Returns true if the roster was
     /// written.
-    async fn take_over_limits(
+    async fn move_limits_to_our_clock(
         &mut self,
         stored: Option<&(Roster, Document)>,
         status: &FluxInstanceStatus,
     ) -> Result<bool, ApiError> {
         let Some(secs) = self.clock_ahead_secs else { return Ok(false) };
-        self.deadline = MovedDeadline::new(status, secs);
+        self.moved_deadline = MovedDeadline::new(status, secs);
         // A write that timed out may have reached the API server.
         let is_written = self.moved.is_some() && stored.map(|(roster, _)| roster) == self.moved.as_ref();
         let to_move = stored.filter(|_| !is_written);

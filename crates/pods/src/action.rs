@@ -16,7 +16,7 @@ use crate::{
 pub enum Action {
     /// Submit a job. The journal shows it.
     Submit(Box<JobRequest>),
-    /// Cancel a job with a note that begins with [`crate::jobs::NOTE`], and submit another one for the same pods. The journal
+    /// Cancel a job with a note that begins with [`crate::jobs::OUR_NOTE`], and submit another one for the same pods. The journal
     /// shows both.
     Resubmit {
         /// The job.
@@ -30,7 +30,7 @@ pub enum Action {
         job: JobId,
         /// Its gang.
         gang: GangId,
-        /// Note of the cancel. It begins with [`crate::jobs::NOTE`].
+        /// Note of the cancel. It begins with [`crate::jobs::OUR_NOTE`].
         note: String,
     },
     /// End a job that holds resources. The journal shows its end.
@@ -59,12 +59,12 @@ pub enum Action {
         /// The gang.
         gang: GangId,
         /// The Job.
-        job: JobRef,
+        job: KubeJobRef,
         /// Why.
         reason: SuspendReason,
     },
     /// Resume a Job that the bridge has suspended, and remove the annotation. The Job shows it.
-    ResumeJob(JobRef),
+    ResumeJob(KubeJobRef),
     /// Change the shadow jobs of a rank. The journal shows it.
     Shadow(ShadowStep),
     /// Stop the queues, with this reason.
@@ -78,7 +78,7 @@ pub enum Action {
 pub enum ShadowStep {
     /// Submit another one.
     Submit(ShadowRequest),
-    /// Cancel this one, with a note that begins with [`crate::jobs::NOTE`].
+    /// Cancel this one, with a note that begins with [`crate::jobs::OUR_NOTE`].
     Cancel {
         /// The job.
         job: JobId,
@@ -87,11 +87,11 @@ pub enum ShadowStep {
         /// Why, for the note.
         why: &'static str,
     },
-    /// Submit another one, and then cancel this one in the same way, so that no other job gets the cores in between.
+    /// Submit another one, and then cancel these in the same way, so that no other job gets the cores in between.
     Exchange {
-        /// The job.
-        job: JobId,
-        /// The other one.
+        /// The old jobs.
+        jobs: Vec<JobId>,
+        /// The new one.
         request: ShadowRequest,
         /// Why, for the note.
         why: &'static str,
@@ -140,7 +140,7 @@ impl From<&PodView> for PodRef {
 
 /// A Job of Kubernetes by name, and by uid as precondition.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct JobRef {
+pub struct KubeJobRef {
     /// Its namespace.
     pub namespace: String,
     /// Its name.
@@ -149,7 +149,7 @@ pub struct JobRef {
     pub uid: String,
 }
 
-impl From<&KubeJob> for JobRef {
+impl From<&KubeJob> for KubeJobRef {
     fn from(job: &KubeJob) -> Self {
         Self { namespace: job.namespace.clone(), name: job.name.clone(), uid: job.uid.clone() }
     }

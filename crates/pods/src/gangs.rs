@@ -9,7 +9,7 @@ use crate::{
     facts::{Facts, KubeJob, VolumeClaim},
     pod::PodView,
     record::{GangId, GangKind, is_label_like},
-    time::Millis,
+    time::Moment,
     unsupported::Unsupported,
 };
 
@@ -122,7 +122,7 @@ impl Known<'_> {
 
 /// The gangs of the bridged pods whose cores are held or that can be bound, the oldest first: in this order, their jobs are
 /// submitted.
-pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, now: Millis) -> Vec<Gang<'a>> {
+pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, now: Moment) -> Vec<Gang<'a>> {
     let mut groups: BTreeMap<GangId, Group<'a>> = BTreeMap::new();
     for pod in pods.into_iter().filter(|pod| !known.is_foreign(pod) && (pod.holds(now) || pod.is_ready_to_bind())) {
         let job = known.facts.job_of(pod);
@@ -189,7 +189,7 @@ impl<'a> Gang<'a> {
     }
 
     /// Its pods whose cores must be held.
-    pub fn holding(&self, now: Millis) -> impl Iterator<Item = &'a PodView> + '_ {
+    pub fn holding(&self, now: Moment) -> impl Iterator<Item = &'a PodView> + '_ {
         self.members.iter().copied().filter(move |pod| pod.holds(now))
     }
 
@@ -209,7 +209,7 @@ impl<'a> Gang<'a> {
     }
 
     /// When the last of its pods was created: the gang is as old as that.
-    pub fn since(&self) -> Millis {
+    pub fn since(&self) -> Moment {
         self.members.iter().map(|pod| pod.created).max().unwrap_or(0)
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use api::Rank;
 use broker::{
     job_id::JobId,
     journal::{Event, JobEvents},
@@ -13,14 +14,14 @@ use crate::{
     jobspec::Shape,
     record::JobRecord,
     shadow::Shadow,
-    time::{Millis, SECOND},
+    time::{Millis, Moment, SECOND},
 };
 
 /// How long a job that has ended is remembered: as long as it may matter how it ended.
 pub const REMEMBERED: Millis = 60 * SECOND;
 /// Beginning of the note of a cancel that is the bridge's own, and of the reason why it has stopped a queue. An agent stops
 /// queues for other reasons, and those stay stopped.
-pub const NOTE: &str = "flux-distribute for pods: ";
+pub const OUR_NOTE: &str = "flux-distribute for pods: ";
 
 /// What a job is, to all who count jobs. Epochs, uninstall and leaving members wait for host jobs only.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,14 +30,25 @@ pub enum JobClass {
     /// Processes on hosts, that somebody has submitted.
     Host,
     /// It holds cores for a gang of pods.
-    Gang(Box<BridgedJob>),
+    Gang(Box<GangJob>),
     /// It holds what pods of other schedulers use of a node.
     Shadow(Shadow),
 }
 
+/// How many cores of a rank jobs of each class hold.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct HeldCores {
+    /// Host jobs.
+    pub hosts: u32,
+    /// Jobs of gangs.
+    pub gangs: u32,
+    /// Shadow jobs.
+    pub shadows: u32,
+}
+
 /// A job that holds cores for a gang.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BridgedJob {
+pub struct GangJob {
     /// For which pods it is.
     pub record: JobRecord,
     /// What it asked for.
@@ -53,7 +65,7 @@ pub fn classify(jobspec: &Value, is_own: bool) -> JobClass {
         return JobClass::Shadow(shadow);
     }
     match JobRecord::read(jobspec).zip(Shape::read(jobspec)) {
-        Some((record, shape)) => JobClass::Gang(Box::new(BridgedJob { record, shape })),
+        Some((record, shape)) => JobClass::Gang(Box::new(GangJob { record, shape })),
         None => JobClass::Host,
     }
 }
@@ -92,15 +104,15 @@ pub struct Job {
     /// What it is.
     pub class: JobClass,
     /// When it was submitted.
-    pub submitted: Millis,
+    pub submitted: Moment,
     /// RFC 30.
     pub urgency: u8,
     /// How far it is.
     pub state: JobState,
     /// Why it ends, and since when, unless the bridge has finished it.
-    pub ended_by: Option<(Cause, Millis)>,
+    pub ended_by: Option<(Cause, Moment)>,
     /// When it ended.
-    ended: Option<Millis>,
+    ended: Option<Moment>,
     /// See [`Job::held`].
     held: Vec<Slot>,
 }
@@ -143,9 +155,9 @@ impl Jobs {
 
     /// Forgets the jobs that ended [`REMEMBERED`] ago, except those that list one of the pods for which `is_there` is true:
     /// a cancelled gang is evicted however long that takes.
-    pub fn forget(&mut self, now: Millis, is_there: impl Fn(&str) -> bool) {
+    pub fn forget(&mut self, now: Moment, is_there: impl Fn(&str) -> bool) {
         self.by_id.retain(|_, job| {
-            let listed = || job.bridged().is_some_and(|job| job.record.members.iter().any(|pod| is_there(&pod.uid)));
+            let listed = || job.of_gang().is_some_and(|job| job.record.members.iter().any(|pod| is_there(&pod.uid)));
             let cancelled = matches!(job.ended_by, Some((Cause::Canceled, _)));
             job.ended.is_none_or(|ended| now < ended.saturating_add(REMEMBERED) || (cancelled && listed()))
         });
@@ -175,16 +187,33 @@ impl Jobs {
     }
 
     /// The jobs of gangs.
-    pub fn bridged(&self) -> impl DoubleEndedIterator<Item = (&Job, &BridgedJob)> {
-        self.iter().filter_map(|job| Some((job, job.bridged()?)))
+    pub fn of_gangs(&self) -> impl DoubleEndedIterator<Item = (&Job, &GangJob)> {
+        self.iter().filter_map(|job| Some((job, job.of_gang()?)))
+    }
+
+    /// How many cores of each rank they hold. A rank without any is left out.
+    pub fn held_cores(&self) -> BTreeMap<Rank, HeldCores> {
+        let mut held: BTreeMap<Rank, HeldCores> = BTreeMap::new();
+        for job in self.iter() {
+            for slot in job.held() {
+                let of_rank = held.entry(slot.rank).or_default();
+                let cores = match job.class {
+                    JobClass::Host => &mut of_rank.hosts,
+                    JobClass::Gang(_) => &mut of_rank.gangs,
+                    JobClass::Shadow(_) => &mut of_rank.shadows,
+                };
+                *cores = cores.saturating_add(u32::try_from(slot.cores.len()).unwrap_or(u32::MAX));
+            }
+        }
+        held
     }
 }
 
 impl Job {
     /// For which gang it is; None if it is for none.
-    pub fn bridged(&self) -> Option<&BridgedJob> {
+    pub fn of_gang(&self) -> Option<&GangJob> {
         match &self.class {
-            JobClass::Gang(bridged) => Some(bridged),
+            JobClass::Gang(gang_job) => Some(gang_job),
             JobClass::Host | JobClass::Shadow(_) => None,
         }
     }
@@ -232,7 +261,7 @@ impl Job {
             "exception" => {
                 let Some(exception) = event.exception().filter(|exception| exception.severity == 0) else { return };
                 let cause = match exception.kind.as_str() {
-                    "cancel" if exception.note.starts_with(NOTE) => Cause::Ours,
+                    "cancel" if exception.note.starts_with(OUR_NOTE) => Cause::Ours,
                     "cancel" => Cause::Canceled,
                     "alloc" => Cause::Denied(exception.note),
                     kind => Cause::Other(format!("{kind}: {}", exception.note)),
@@ -260,16 +289,16 @@ impl Job {
     fn read_r(&self, events: &JobEvents) -> Result<Vec<Slot>, AllocationError> {
         let r = events.resources().map_err(|error| AllocationError::Unreadable(base::error_chain(&error)))?;
         let r = r.unwrap_or_default();
-        match self.bridged() {
-            Some(BridgedJob { shape, .. }) => slots(&r, shape.slots, shape.cores),
+        match self.of_gang() {
+            Some(GangJob { shape, .. }) => slots(&r, shape.slots, shape.cores),
             None => Ok(one_slot_a_rank(&r)),
         }
     }
 }
 
-fn millis(seconds: f64) -> Millis {
+fn millis(seconds: f64) -> Moment {
     #[allow(clippy::cast_possible_truncation, reason = "a float that is too large becomes the largest integer")]
-    let millis = (seconds * 1000.0) as Millis;
+    let millis = (seconds * 1000.0) as Moment;
     millis
 }
 
@@ -316,7 +345,11 @@ mod tests {
             (json!([{"name": "alloc"}, {"name": "finish"}, {"name": "release"}, {"name": "free"}]), Ended, None),
             (json!([{"name": "alloc"}, {"name": "free"}, {"name": "clean"}]), Ended, None),
             (json!([exception("cancel", "", 0)]), Ending, Some(Cause::Canceled)),
-            (json!([exception("cancel", &format!("{NOTE}restart"), 0), {"name": "clean"}]), Ended, Some(Cause::Ours)),
+            (
+                json!([exception("cancel", &format!("{OUR_NOTE}restart"), 0), {"name": "clean"}]),
+                Ended,
+                Some(Cause::Ours),
+            ),
             (json!([exception("alloc", unsatisfiable, 0)]), Ending, Some(Cause::Denied(unsatisfiable.into()))),
             (json!([exception("exec", "lost", 0)]), Ending, Some(Cause::Other("exec: lost".into()))),
             (json!([exception("warning", "late", 1)]), Pending, None),
@@ -349,7 +382,7 @@ mod tests {
             let submit = json!([{"name": "submit", "userid": userid}]);
             jobs.apply(&job_events(id, submit, Some(request(1, 1).jobspec())));
         }
-        assert_eq!(jobs.bridged().map(|(job, _)| job.id).collect::<Vec<_>>(), [JobId(1)]);
+        assert_eq!(jobs.of_gangs().map(|(job, _)| job.id).collect::<Vec<_>>(), [JobId(1)]);
     }
 
     #[test]
@@ -368,7 +401,7 @@ mod tests {
             (finished, 1000 + REMEMBERED, true, false),
             (cancelled.clone(), 1000 + REMEMBERED, true, true),
             (cancelled, 1000 + REMEMBERED, false, false),
-            (json!([]), Millis::MAX, false, true),
+            (json!([]), Moment::MAX, false, true),
         ] {
             let mut jobs = Jobs::of(0);
             jobs.apply(&job_events(7, events.clone(), Some(request(1, 1).jobspec())));

@@ -13,7 +13,7 @@ const HIGHEST_URGENCY: u8 = 29;
 pub const FIRST_URGENCY: u8 = 30;
 /// The urgency of pins and shadow jobs: they hold cores that pods use already. No other job has it, because a job of the same urgency
 /// could get these cores first. Each asks for no more cores than its rank has; together they may for a moment, while pods change.
-pub const PINNED_URGENCY: u8 = 31;
+pub const USED_CORES_URGENCY: u8 = 31;
 /// Longest duration, in seconds: 100 years. The scheduler adds it to the present time, and a much longer one would overflow that.
 const LONGEST: u64 = 100 * 365 * 86_400;
 
@@ -105,7 +105,7 @@ impl Shape {
 }
 
 /// True if a job of the bridge may have this name: `NAMESPACE/NAME`, or `other-pods/NODE`.
-pub fn could_be_bridged(name: &str) -> bool {
+pub fn could_be_ours(name: &str) -> bool {
     name.contains('/')
 }
 

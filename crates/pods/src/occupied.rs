@@ -34,9 +34,9 @@ pub fn occupied(allocated: &ResourceSet, jobs: &Jobs) -> Occupied {
             if let Some(cores) = left.get_mut(&slot.rank).and_then(|kinds| kinds.get_mut("core")) {
                 cores.0.retain(|core| !slot.cores.contains(*core));
             }
-            let Some(bridged) = job.bridged() else { continue };
+            let Some(gang_job) = job.of_gang() else { continue };
             by_pods.0.insert(slot.rank);
-            if bridged.record.gang.kind != GangKind::Pod {
+            if gang_job.record.gang.kind != GangKind::Pod {
                 by_gangs.0.insert(slot.rank);
             }
         }

@@ -11,7 +11,7 @@ use crate::{
     node_rules::NodeRules,
     record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord, is_label_like},
     requests::Requests,
-    time::{Millis, SECOND},
+    time::{Millis, Moment, SECOND},
     unsupported::{Unsupported, check_annotations, check_fields},
 };
 use api::SCHEDULER;
@@ -44,13 +44,13 @@ pub struct PodView {
     /// metadata.uid
     pub uid: String,
     /// metadata.creationTimestamp
-    pub created: Millis,
+    pub created: Moment,
     /// spec.schedulerName is [`SCHEDULER`].
     pub is_bridged: bool,
     /// spec.nodeName; None if it is not bound.
     pub node: Option<String>,
     /// When it was bound: condition PodScheduled is True since then.
-    pub bound: Option<Millis>,
+    pub bound: Option<Moment>,
     /// status.phase
     pub phase: Phase,
     /// kubelet refused it: it ended before any of its containers ran.
@@ -58,9 +58,9 @@ pub struct PodView {
     /// kubelet has taken it up: status.startTime is set.
     pub is_taken_up: bool,
     /// metadata.deletionTimestamp: it is being deleted, and kubelet kills it at this moment if it has not ended.
-    pub to_end_by: Option<Millis>,
+    pub to_end_by: Option<Moment>,
     /// When the API server sent its deletion. The effect layer keeps such a pod, as it was last, for [`FORCED_HOLD`].
-    pub gone: Option<Millis>,
+    pub gone: Option<Moment>,
     /// What it asks of its node.
     pub requests: Requests,
     /// Only while it can still be bound.
@@ -245,14 +245,14 @@ impl PodView {
     }
 
     /// It is bound, and a container of it may run: its cores must be held. None if that is over; otherwise until when, or
-    /// `Millis::MAX` if only the pod itself can say.
-    pub fn holds_until(&self, now: Millis) -> Option<Millis> {
-        let until = self.gone.map_or(Millis::MAX, |gone| gone.saturating_add(FORCED_HOLD));
+    /// `Moment::MAX` if only the pod itself can say.
+    pub fn holds_until(&self, now: Moment) -> Option<Moment> {
+        let until = self.gone.map_or(Moment::MAX, |gone| gone.saturating_add(FORCED_HOLD));
         (self.node.is_some() && !self.is_terminal() && until > now).then_some(until)
     }
 
     /// See [`Self::holds_until`].
-    pub fn holds(&self, now: Millis) -> bool {
+    pub fn holds(&self, now: Moment) -> bool {
         self.holds_until(now).is_some()
     }
 

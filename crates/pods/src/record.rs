@@ -10,7 +10,7 @@ use broker::job_id::JobId;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use crate::time::Millis;
+use crate::time::Moment;
 
 /// Annotation on a bound pod: its [`PodRecord`] as JSON. It is written with the binding.
 pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
@@ -106,7 +106,7 @@ pub struct MemberPod {
     pub index: Option<u32>,
 }
 
-/// What a bridged job says about its pods: attribute `user.k8s` of its jobspec.
+/// What a job of a gang says about its pods: attribute `user.k8s` of its jobspec.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct JobRecord {
     /// The gang.
@@ -118,7 +118,7 @@ pub struct JobRecord {
     /// When the gang came into the queue, in milliseconds since the Unix epoch. A later job of the gang keeps it, unless a pod of the
     /// gang was created after that. 0 if an older version wrote the record.
     #[serde(default)]
-    pub queued: Millis,
+    pub queued: Moment,
     /// The job is pinned to this rank, because its pods are there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<Rank>,

@@ -10,7 +10,7 @@ use crate::{
     target::Target,
 };
 
-/// Before the name of a node, the name of its shadow jobs. It has a `/`, as [`crate::jobspec::could_be_bridged`] expects.
+/// Before the name of a node, the name of its shadow jobs. It has a `/`, as [`crate::jobspec::could_be_ours`] expects.
 const NAME: &str = "other-pods/";
 
 /// What a shadow job says about itself: attribute `user.k8s.shadow` of its jobspec.
@@ -18,6 +18,7 @@ const NAME: &str = "other-pods/";
 struct Record {
     rank: Rank,
     node: String,
+    life: String,
 }
 
 /// A shadow job, as its jobspec says.
@@ -27,6 +28,8 @@ pub struct Shadow {
     pub rank: Rank,
     /// The node whose pods it is for. Another one may get the rank later.
     pub node: String,
+    /// The broker that was asked for it: [`crate::world::Broker::life`].
+    pub life: String,
     /// How many cores it asked for.
     pub cores: u32,
 }
@@ -34,9 +37,9 @@ pub struct Shadow {
 impl Shadow {
     /// Reads what [`ShadowRequest::jobspec`] has written; None for any other jobspec.
     pub fn read(jobspec: &Value) -> Option<Self> {
-        let Record { rank, node } = Record::deserialize(jobspec.pointer("/attributes/user/k8s/shadow")?).ok()?;
+        let Record { rank, node, life } = Record::deserialize(jobspec.pointer("/attributes/user/k8s/shadow")?).ok()?;
         let shape = Shape::read(jobspec).filter(|shape| shape.cores == 1)?;
-        Some(Self { rank, node, cores: shape.slots })
+        Some(Self { rank, node, life, cores: shape.slots })
     }
 }
 
@@ -47,6 +50,8 @@ pub struct ShadowRequest {
     pub rank: Rank,
     /// Name of its node.
     pub node: String,
+    /// See [`Shadow::life`].
+    pub life: String,
     /// How many cores, each a slot of its own.
     pub cores: u32,
     /// Seconds. See [`crate::jobspec::JobRequest::duration`].
@@ -58,18 +63,17 @@ impl ShadowRequest {
     pub fn jobspec(&self) -> Value {
         let constraint = Constraint::Ranks([self.rank].into_iter().collect());
         let name = format!("{NAME}{}", self.node);
-        let record = Record { rank: self.rank, node: self.node.clone() };
+        let record = Record { rank: self.rank, node: self.node.clone(), life: self.life.clone() };
         job(slots(self.cores, 1), &name, self.duration, &constraint, json!({ "shadow": record }))
     }
 }
 
-/// How many cores of `target` shadow jobs are to hold: what all pods there request (thousandths of a hardware thread), in whole cores, less
-/// `of_gangs`, the cores that jobs of gangs hold for pods. What fits on the CPUs that Flux does not declare is exempt, or `tolerance` if that
-/// is more. Never more than is left of the rank: Flux refuses a job that asks for more.
-pub fn wanted(target: &Target, requested: u64, of_gangs: u32, tolerance: u64) -> u32 {
+/// How many cores of `target` pods use that no job of a gang holds. `requested`: what they request, in thousandths of a hardware thread.
+/// What fits on the CPUs that Flux does not declare is exempt, or `tolerance` if that is more.
+pub fn used_cores(target: &Target, requested: u64, tolerance: u64) -> u32 {
     let exempt = target.allocatable.cpu.saturating_sub(target.declared_cpu).max(tolerance);
-    let all = requested.saturating_sub(exempt).div_ceil(u64::from(target.threads.max(1)) * 1000);
-    u32::try_from(all).unwrap_or(u32::MAX).min(target.cores).saturating_sub(of_gangs)
+    let cores = requested.saturating_sub(exempt).div_ceil(target.core());
+    u32::try_from(cores).unwrap_or(u32::MAX).min(target.cores)
 }
 
 #[cfg(test)]
@@ -79,31 +83,27 @@ mod tests {
 
     #[test]
     fn a_shadow_job_has_slots_of_one_core_and_is_read_as_it_was_written() {
-        let request = ShadowRequest { rank: 3, node: "n3".into(), cores: 2, duration: 60 };
+        let request = ShadowRequest { rank: 3, node: "n3".into(), life: "first".into(), cores: 2, duration: 60 };
         let jobspec = request.jobspec();
         let core = json!([{"type": "core", "count": 1}]);
         assert_eq!(jobspec["resources"], json!([{"type": "slot", "count": 2, "label": "task", "with": core}]));
         let system = &jobspec["attributes"]["system"];
         assert_eq!(system["constraints"], json!({"ranks": ["3"]}));
         assert_eq!((&system["duration"], &system["job"]["name"]), (&json!(60), &json!("other-pods/n3")));
-        assert_eq!(Shadow::read(&jobspec), Some(Shadow { rank: 3, node: "n3".into(), cores: 2 }));
+        assert_eq!(Shadow::read(&jobspec), Some(Shadow { rank: 3, node: "n3".into(), life: "first".into(), cores: 2 }));
     }
 
     #[test]
-    fn shadow_jobs_hold_whole_cores_of_what_pods_request_beyond_what_is_exempt() {
-        for (what, requested, of_gangs, threads, expected) in [
-            ("nothing", 0, 0, 1, 0),
-            ("what is exempt", 500, 0, 1, 0),
-            ("a little more", 501, 0, 1, 1),
-            ("one core more than what is exempt", 1500, 0, 1, 1),
-            ("a part of a core with two threads", 2000, 0, 2, 1),
-            ("two cores with two threads", 4500, 0, 2, 2),
-            ("pods of gangs alone", 2400, 2, 1, 0),
-            ("pods of gangs, and others", 3501, 2, 1, 2),
-            ("more than the rank has", 9000, 0, 1, 4),
-            ("more than the rank has, pods of gangs among it", 9000, 3, 1, 1),
-            ("pods of gangs that ask for less than a core each", 600, 2, 1, 0),
-            ("more than any node has", u64::MAX, 0, 1, 4),
+    fn whole_cores_are_used_of_what_pods_request_beyond_what_is_exempt() {
+        for (what, requested, threads, expected) in [
+            ("nothing", 0, 1, 0),
+            ("what is exempt", 500, 1, 0),
+            ("a little more", 501, 1, 1),
+            ("one core more than what is exempt", 1500, 1, 1),
+            ("a part of a core with two threads", 2000, 2, 1),
+            ("two cores with two threads", 4500, 2, 2),
+            ("more than the rank has", 9000, 1, 4),
+            ("more than any node has", u64::MAX, 1, 4),
         ] {
             let cpu = 4000 * u64::from(threads);
             let target = Target {
@@ -113,7 +113,7 @@ mod tests {
                 allocatable: Allocatable { cpu, ..Allocatable::default() },
                 ..Target::default()
             };
-            assert_eq!(wanted(&target, requested, of_gangs, 500), expected, "{what}");
+            assert_eq!(used_cores(&target, requested, 500), expected, "{what}");
         }
     }
 }

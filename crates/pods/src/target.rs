@@ -97,6 +97,11 @@ impl Target {
         }))
     }
 
+    /// What a core is, in thousandths of a hardware thread.
+    pub fn core(&self) -> u64 {
+        u64::from(self.threads.max(1)) * 1000
+    }
+
     /// The taints that somebody has set, a cordon among them, and not those that report a condition for a while.
     pub fn lasting_taints(&self) -> impl Iterator<Item = &Taint> {
         self.taints.iter().filter(|taint| taint.key == CORDONED || !taint.key.starts_with(CONDITION_TAINTS))

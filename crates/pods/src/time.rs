@@ -1,6 +1,9 @@
 //! Times, as the caller passes them in.
 
-/// A moment, in milliseconds since the Unix epoch; or a span, in milliseconds.
+/// A moment: milliseconds since the Unix epoch.
+pub type Moment = i64;
+
+/// A span, in milliseconds.
 pub type Millis = i64;
 
 /// A second.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::{pod::PodView, requests::Requests, time::Millis};
+use crate::{pod::PodView, requests::Requests, time::Moment};
 
 /// What pods ask of one node together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl UsageByNode {
     pub fn of<'a>(
         pods: impl IntoIterator<Item = &'a PodView>,
         is_foreign: impl Fn(&PodView) -> bool,
-        now: Millis,
+        now: Moment,
     ) -> Self {
         let mut usage = Self::default();
         for pod in pods.into_iter().filter(|pod| pod.holds(now)) {

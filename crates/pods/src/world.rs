@@ -8,11 +8,11 @@ use broker::queues::{Queue, STOPPED_BY_RESTART};
 use crate::{
     action::Action,
     facts::Facts,
-    jobs::{Jobs, NOTE},
+    jobs::{Jobs, OUR_NOTE},
     pod::PodView,
     record::GangId,
     target::Target,
-    time::{Millis, SECOND},
+    time::{Millis, Moment, SECOND},
 };
 
 /// How long a gang is left alone after Flux or the API server has refused an action for it, or after Flux has ended its job.
@@ -77,7 +77,7 @@ pub struct Broker {
     /// Names this life of the broker, as no other broker is named.
     pub life: String,
     /// Since when it has been in state run; None if it is in any other, such as cleanup.
-    pub in_run_since: Option<Millis>,
+    pub in_run_since: Option<Moment>,
     /// Its queues.
     pub queues: Queues,
     /// True if one of them accepts jobs.
@@ -126,7 +126,7 @@ impl Queues {
 
     /// True for a reason for which the bridge starts a queue again.
     pub fn is_ours(stop_reason: &str) -> bool {
-        stop_reason == STOPPED_BY_RESTART || stop_reason.starts_with(NOTE)
+        stop_reason == STOPPED_BY_RESTART || stop_reason.starts_with(OUR_NOTE)
     }
 }
 
@@ -137,7 +137,7 @@ pub struct Pods {
     /// sent its deletion, for [`crate::pod::FORCED_HOLD`].
     pub by_uid: BTreeMap<String, PodView>,
     /// When they were listed for the first time: nothing is known about pods that were deleted before.
-    pub listed: Millis,
+    pub listed: Moment,
 }
 
 #[cfg(test)]
@@ -155,7 +155,7 @@ mod tests {
             (vec![started.clone()], Queues::Started),
             (vec![started.clone(), theirs.clone()], Queues::Started),
             (vec![started.clone(), ours.clone(), theirs.clone()], Queues::PartlyStarted),
-            (vec![stopped(&format!("{NOTE}why")), theirs.clone()], Queues::Stopped),
+            (vec![stopped(&format!("{OUR_NOTE}why")), theirs.clone()], Queues::Stopped),
             (vec![theirs, Queue::default()], Queues::StoppedByOthers),
             (vec![ours, stopped(SCHEDULER_IS_OFFLINE)], Queues::Offline),
         ] {

@@ -24,7 +24,7 @@ use host::{
 };
 use hostapi::{Answer, BEAT, Order, Progress, Refusal, RemoveOrder, Reply, StopOrder};
 
-/// Exit code if the stage could not write its answer (sysexits(3) EX_SOFTWARE).
+/// Exit code after a panic, or if the stage could not write its answer (sysexits(3) EX_SOFTWARE).
 const BROKEN: u8 = 70;
 
 /// The subcommand `stage`.
@@ -40,7 +40,7 @@ pub fn main() -> ExitCode {
         // A removal outlives the agent: its stderr may be closed then, and a failed write is not worth an error.
         .log_internal_errors(false)
         .try_init();
-    answer_panics();
+    install_panic_hook();
     let reply = match stay_alive().and_then(|()| read_order()).and_then(|order| {
         carry_out(&Root::host(), order, &mut |step| {
             let _ = say(&Reply::Progress(step));
@@ -93,14 +93,15 @@ fn write(stdout: &mut StdoutLock<'_>, reply: &Reply) -> io::Result<()> {
     stdout.flush()
 }
 
-/// Fails if the process that sent the order has ended. If it was killed while the stage waited for the host's lock, it can't cancel the order,
-/// and a later decision would be undone: the order could stop a broker that runs jobs again, or start one that must not run.
+/// Fails if the agent that sent the order has ended. The stage may have waited long for the host's lock, and another agent may have
+/// decided otherwise meanwhile: the order could stop a broker that has jobs by now, or start one that must not run.
 fn still_wanted() -> Result<(), Refusal> {
+    // A write fails if nobody reads any more.
     say(&Reply::Alive).map_err(|_| Refusal::transient("the process that gave this order has ended"))
 }
 
-/// Turns a panic into an answer that names its place but not its message, which may hold a secret.
-fn answer_panics() {
+/// From now on, a panic ends the process with an answer that names its place but not its message, which may hold a secret.
+fn install_panic_hook() {
     std::panic::set_hook(Box::new(|panic| {
         let place = panic.location().map_or_else(String::new, |at| format!(" at {}:{}", at.file(), at.line()));
         let refusal = Refusal::new(format!("the host stage has a bug{place}; please report it"));
@@ -115,7 +116,8 @@ fn answer_panics() {
     }));
 }
 
-/// Carries out an order on the host at `root`.
+/// Carries out an order on the host at `root`. An order that only looks takes no lock; the host's lock is taken here, or by the order's
+/// function once the prefix is known.
 ///
 /// # Errors
 /// If the order was refused or failed; each order's function names its cases.
@@ -134,8 +136,11 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
         }
         Order::Collect(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;
-            let mut collected = packages::collect(&order, &launch::Places::of_host())?;
-            collected.environments.iter().try_for_each(|digest| runnable::forget(&root.path(&order.prefix), digest))?;
+            let mut collected = packages::collect(&order, &launch::HostPlaces::of_host())?;
+            collected
+                .environments
+                .iter()
+                .try_for_each(|digest| runnable::forget_trial(&root.path(&order.prefix), digest))?;
             if order.is_queue_up {
                 let (dumps, bytes) = statedir::prune_dumps(&root.path(&order.prefix));
                 (collected.dumps, collected.bytes) = (dumps, collected.bytes + bytes);
@@ -148,8 +153,8 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
             }
             packages::verify(&order, progress).map(Answer::Verified)
         }
-        // It takes the lock itself, once everything is prepared.
-        Order::Mend(order) => packages::mend(&order, &launch::Places::of_host(), progress).map(Answer::Mended),
+        // Takes the lock once everything is prepared.
+        Order::Mend(order) => packages::mend(&order, &launch::HostPlaces::of_host(), progress).map(Answer::Mended),
         Order::Configure(order) => configure(root, &order).map(|()| Answer::Done),
         Order::Start(order) => {
             let _lock = HostLock::take(root, &order.prefix, WAIT)?;

@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::{
-    launch::Places,
+    launch::HostPlaces,
     trial::{Tried, try_flux},
 };
 use host::{
@@ -37,15 +37,15 @@ pub fn link_and_try(
         let made = envs.and_then(|()| File::create(&path)).and_then(|_| sync_parent(&path));
         made.map_err(|error| Refusal::io("make", &path, &error))?;
     }
-    let linked = packages::link_while(order, &Places::of_host(), more, progress);
-    let mut linked = linked.inspect_err(|_| drop(forget(&below, digest)))?;
+    let linked = packages::link_while(order, &HostPlaces::of_host(), more, progress);
+    let mut linked = linked.inspect_err(|_| drop(forget_trial(&below, digest)))?;
     if is_untried(&below, digest) {
         progress(Progress::begun("trying Flux on this host"));
         let tried = try_flux(&root.path(environment(prefix, digest)), digest, linked.compiled_prefix.as_deref())?;
         if let Tried::Unknown(why) = tried {
             linked.warnings.push(format!("can't tell whether Flux runs on this host: {why}"));
         }
-        forget(&below, digest)?;
+        forget_trial(&below, digest)?;
     }
     Ok(linked)
 }
@@ -60,7 +60,7 @@ pub fn is_untried(prefix: &Path, digest: &str) -> bool {
 ///
 /// # Errors
 /// If the file can't be removed.
-pub fn forget(prefix: &Path, digest: &str) -> Result<(), Refusal> {
+pub fn forget_trial(prefix: &Path, digest: &str) -> Result<(), Refusal> {
     let path = untried(prefix, digest);
     remove_if_there(&path).map_err(|error| Refusal::io("remove", &path, &error))
 }

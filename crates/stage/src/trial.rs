@@ -4,7 +4,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::{self, File},
+    fs,
     io::{ErrorKind, Read},
     path::{Path, PathBuf},
     process::Command,
@@ -248,7 +248,8 @@ fn python(environment: &Path) -> Option<Python> {
             return None;
         }
         let mut text = String::new();
-        File::open(path).ok()?.take(MAX_WRAPPER).read_to_string(&mut text).ok()?;
+        // A symlink of the package may lead to what a user of the host has made a pipe meanwhile.
+        open_plain(&path).ok()?.take(MAX_WRAPPER).read_to_string(&mut text).ok()?;
         let words = text.lines().rev().find_map(|line| line.trim().strip_prefix("exec "))?;
         let interpreter = PathBuf::from(words.split_whitespace().next()?);
         interpreter.is_absolute().then(|| Python { version: version.to_owned(), interpreter })
@@ -358,7 +359,7 @@ mod tests {
         let flux = environment.path().join("bin/flux");
         fs::create_dir(environment.path().join("bin")).unwrap();
         fs::copy("/bin/sleep", &flux).unwrap();
-        File::options().write(true).open(&flux).unwrap().set_len(4096).unwrap();
+        fs::File::options().write(true).open(&flux).unwrap().set_len(4096).unwrap();
         let tried = try_flux(environment.path(), "digest", None).unwrap();
         assert!(matches!(&tried, Tried::Unknown(why) if why.contains("bin/flux was killed by signal ")), "{tried:?}");
     }

@@ -66,7 +66,7 @@ pub async fn manual_step(step: ManualStep, arguments: AgentArguments) -> Result<
     let instance = instance.ok_or_else(|| AgentError::Precondition(format!("there is no FluxInstance {INSTANCE}")))?;
     let ops = NodeOps { host: Arc::new(NsHost::open()?), client: client.clone(), address: arguments.host_ip };
     let instance_uid = instance.uid().unwrap_or_default();
-    let claim = Claimant { instance_uid: &instance_uid, uninstall: &instance.spec.uninstall };
+    let claimant = Claimant { instance_uid: &instance_uid, uninstall: &instance.spec.uninstall };
     let set = read_packages(&client).await?.into_iter().next();
     let mut spec = instance.spec.clone();
     let node = call(format!("get FluxNode {name}"), nodes.get_opt(name)).await?;
@@ -82,7 +82,7 @@ pub async fn manual_step(step: ManualStep, arguments: AgentArguments) -> Result<
         }
         ManualStep::Claim => {
             Reporter::new(client, name.clone(), &arguments.pod_name).create().await?;
-            ops.claim(&preflight, claim.instance_uid, claim.uninstall).await?;
+            ops.claim(&preflight, claimant.instance_uid, claimant.uninstall).await?;
             say(&format!("claimed at {}", preflight.prefix.display()));
         }
         ManualStep::Install(output) => {
@@ -90,7 +90,7 @@ pub async fn manual_step(step: ManualStep, arguments: AgentArguments) -> Result<
             // A command waits for no other node: unless the planner names peers, it asks the source.
             let told = node.and_then(|node| node.spec.fetch_from).filter(|told| told.digest == set.digest());
             let peers = told.map(|told| told.peers).unwrap_or_default();
-            install_shown(&ops, &preflight, &set, &instance.spec.packages, peers, claim, output).await?;
+            install_shown(&ops, &preflight, &set, &instance.spec.packages, peers, claimant, output).await?;
         }
         ManualStep::Configure | ManualStep::Start => {
             let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
@@ -165,12 +165,12 @@ async fn install_shown(
     set: &PackageSet,
     packages: &Packages,
     peers: Vec<String>,
-    claim: Claimant<'_>,
+    claimant: Claimant<'_>,
     output: OutputFormat,
 ) -> Result<(), StepError> {
     if !is_installed(preflight, set) {
         let (sender, events) = tokio::sync::mpsc::unbounded_channel();
-        let wanted = Wanted { set, packages, peers, claim, beside_a_broker: false };
+        let wanted = Wanted { set, packages, peers, claimant, beside_a_broker: false };
         let tell = |event| {
             if let Installing::Fetching(now) | Installing::Linking(now) = event {
                 drop(sender.send(now));
@@ -227,8 +227,8 @@ mod tests {
         let preflight = preflight(prefix.path());
         let packages = Packages::default();
         let uninstall = Default::default();
-        let claim = Claimant { instance_uid: "uid", uninstall: &uninstall };
-        let installing = || install_shown(&ops, &preflight, &set, &packages, Vec::new(), claim, OutputFormat::Text);
+        let claimant = Claimant { instance_uid: "uid", uninstall: &uninstall };
+        let installing = || install_shown(&ops, &preflight, &set, &packages, Vec::new(), claimant, OutputFormat::Text);
         assert!(installing().await.is_err(), "there is nothing yet");
         assert!(!host.take_orders().is_empty());
 

@@ -29,16 +29,16 @@ const ALONE: Duration = Duration::from_secs(5);
 /// Chooses the next step.
 pub fn next_step(inputs: &NodeInputs, memory: &Memory) -> Step {
     let host = &inputs.host;
-    let claimed_by = host.state.as_ref().map(|state| state.instance_uid.as_str());
+    let claimed_for = host.state.as_ref().map(|state| state.instance_uid.as_str());
     let uid = match &inputs.instance {
         Instance::Unknown => return restart_without_api(inputs),
-        Instance::Over if claimed_by.is_some() || host.broker.is_some() || inputs.own_spec().is_some() => {
+        Instance::Over if claimed_for.is_some() || host.broker.is_some() || inputs.own_spec().is_some() => {
             return Step::Remove;
         }
         Instance::Over => return Step::Hold,
         Instance::Here { uid } => uid,
     };
-    if claimed_by.is_some_and(|claimed| claimed != uid) {
+    if claimed_for.is_some_and(|claimed| claimed != uid) {
         // Another instance's brokers and files must not be mixed with ours.
         return Step::Remove;
     }

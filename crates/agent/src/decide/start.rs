@@ -35,8 +35,8 @@ pub fn confirm(
     fresh: FreshLook,
 ) -> Result<Assignment, StepError> {
     // A new agent may not have read the FluxInstance yet; then the host knows whose it is.
-    let claimed_by = inputs.host.state.as_ref().map(|state| state.instance_uid.clone());
-    let instance = match (&inputs.instance, claimed_by) {
+    let claimed_for = inputs.host.state.as_ref().map(|state| state.instance_uid.clone());
+    let instance = match (&inputs.instance, claimed_for) {
         (Instance::Unknown, Some(uid)) => Instance::Here { uid },
         (known, _) => known.clone(),
     };

@@ -44,7 +44,7 @@ pub struct Wanted<'a> {
     /// Nodes to ask before the source.
     pub peers: Vec<String>,
     /// For which FluxInstance the host is claimed first.
-    pub claim: Claimant<'a>,
+    pub claimant: Claimant<'a>,
     /// A broker runs here. The installation is not urgent then, and does not hold the host's lock for as long as a slow network takes.
     pub beside_a_broker: bool,
 }
@@ -69,7 +69,7 @@ pub async fn install(
     wanted: Wanted<'_>,
     report: impl FnMut(Installing) + Send,
 ) -> Result<(), StepError> {
-    ops.claim(preflight, wanted.claim.instance_uid, wanted.claim.uninstall).await?;
+    ops.claim(preflight, wanted.claimant.instance_uid, wanted.claimant.uninstall).await?;
     let (report, is_fetched) = (Mutex::new(report), AtomicBool::new(false));
     let say = |event| (*report.lock().unwrap_or_else(PoisonError::into_inner))(event);
     let fetching = async {
@@ -213,8 +213,8 @@ mod tests {
         }
         let ops = ops(Arc::new(host));
         let preflight = Preflight { platform: "linux-64".to_owned(), ..preflight(prefix) };
-        let claim = Claimant { instance_uid: "uid", uninstall: &Uninstall::default() };
-        let wanted = Wanted { set, packages: &Packages::default(), peers: Vec::new(), claim, beside_a_broker };
+        let claimant = Claimant { instance_uid: "uid", uninstall: &Uninstall::default() };
+        let wanted = Wanted { set, packages: &Packages::default(), peers: Vec::new(), claimant, beside_a_broker };
         let mut was_fetched = false;
         let report = |event| was_fetched |= matches!(event, Installing::Fetched);
         let installing = super::install(&ops, &preflight, wanted, report);

@@ -107,8 +107,8 @@ pub async fn install_package_set(
     let (instance_uid, mut arrived) = (agent.sources.instance_uid().to_owned(), agent.background.serving.watch());
     let (prefix, beside_a_broker) = (preflight.prefix.clone(), is_beside_a_broker(step));
     let work = async move {
-        let claim = Claimant { instance_uid: &instance_uid, uninstall: &uninstall };
-        let wanted = Wanted { set: &set, packages: &packages, peers, claim, beside_a_broker };
+        let claimant = Claimant { instance_uid: &instance_uid, uninstall: &uninstall };
+        let wanted = Wanted { set: &set, packages: &packages, peers, claimant, beside_a_broker };
         let report = |event| {
             if let Installing::Fetching(now) = &event {
                 arrived(now);

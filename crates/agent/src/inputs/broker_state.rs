@@ -141,18 +141,18 @@ pub fn follow(ask: Arc<Notify>) -> watch::Receiver<BrokerState> {
         while !sender.is_closed() {
             let ended = match connect().await {
                 Ok(client) => tokio::select! {
-                    ended = follow_one(&client, &sender, &ask) => ended,
-                    ended = follow_lead(&client, &sender) => ended,
+                    ended = follow_broker(&client, &sender, &ask) => ended,
+                    ended = watch_reachability(&client, &sender) => ended,
                 },
                 Err(error) => Err(error),
             };
             if let Err(error) = &ended {
                 debug!(error = base::error_chain(error), "lost the broker's socket");
             }
-            sender.send_if_modified(|live| {
-                let since = || live.silent_since.unwrap_or_else(Instant::now);
+            sender.send_if_modified(|current| {
+                let since = || current.silent_since.unwrap_or_else(Instant::now);
                 let next = BrokerState { silent_since: is_silence(&ended).then(since), ..BrokerState::default() };
-                std::mem::replace(live, next.clone()) != next
+                std::mem::replace(current, next.clone()) != next
             });
             sleep(LOOK_EVERY).await;
         }
@@ -169,40 +169,45 @@ fn is_silence(ended: &Result<(), RpcError>) -> bool {
     }
 }
 
-async fn follow_lead(client: &Client, sender: &watch::Sender<BrokerState>) -> Result<(), RpcError> {
+/// On each broker: keeps [`BrokerState::lead_unreachable_since`] up to date, until the connection ends.
+async fn watch_reachability(client: &Client, sender: &watch::Sender<BrokerState>) -> Result<(), RpcError> {
     let rank = attribute(client, "rank").await?.parse::<u32>().ok();
-    let mut pulses = client.subscribe(HEARTBEAT).await.ok();
-    let mut pulse = Pulse::default();
+    let mut heartbeats = client.subscribe(HEARTBEAT).await.ok();
+    let mut heartbeat = Heartbeat::default();
+    // Until the lead was asked.
     let mut counts_us = true;
     let mut ask_at = tokio::time::Instant::now() + ASK_LEAD_EVERY;
     loop {
-        let missed = pulse.missed_at();
+        let overdue = heartbeat.overdue_at();
         tokio::select! {
-            () = next_pulse(&mut pulses) => {
-                if pulse.is_missed(Instant::now()) {
+            () = next_heartbeat(&mut heartbeats) => {
+                if heartbeat.is_overdue(Instant::now()) {
                     // The lead is back: ask it now instead of at the next interval.
                     ask_at = tokio::time::Instant::now();
                 }
-                pulse.beat(Instant::now());
+                heartbeat.beat(Instant::now());
             }
-            // Only once per missed heartbeat.
-            () = sleep_until(missed.unwrap_or_else(Instant::now).into()), if missed > Some(Instant::now()) => {}
+            // A heartbeat gets overdue: the code below reports that, and the condition keeps this from waking again.
+            () = sleep_until(overdue.unwrap_or_else(Instant::now).into()), if overdue > Some(Instant::now()) => {}
             () = sleep_until(ask_at) => {
+                // No answer counts as no.
                 counts_us = online(client).await.is_ok_and(|online| rank.is_some_and(|rank| online.contains(rank)));
                 ask_at = tokio::time::Instant::now() + ASK_LEAD_EVERY;
             }
         }
-        let is_reachable = counts_us && !pulse.is_missed(Instant::now());
-        sender.send_if_modified(|live| {
-            let since = (!is_reachable).then(|| live.lead_unreachable_since.unwrap_or_else(Instant::now));
-            std::mem::replace(&mut live.lead_unreachable_since, since).is_some() != since.is_some()
+        let is_reachable = counts_us && !heartbeat.is_overdue(Instant::now());
+        // The receivers hear when it begins and when it ends.
+        sender.send_if_modified(|current| {
+            let since = (!is_reachable).then(|| current.lead_unreachable_since.unwrap_or_else(Instant::now));
+            std::mem::replace(&mut current.lead_unreachable_since, since).is_some() != since.is_some()
         });
     }
 }
 
-/// Waits for the next heartbeat; pends for ever if this instance has none.
-async fn next_pulse(pulses: &mut Option<broadcast::Receiver<String>>) {
-    let Some(events) = pulses else { return std::future::pending().await };
+/// Waits for the next heartbeat; pends for ever if this instance has none, or the connection has ended, which
+/// [`follow_broker`] finds.
+async fn next_heartbeat(heartbeats: &mut Option<broadcast::Receiver<String>>) {
+    let Some(events) = heartbeats else { return std::future::pending().await };
     // A lagged receiver means that a heartbeat came.
     if let Err(broadcast::error::RecvError::Closed) = events.recv().await {
         std::future::pending::<()>().await;
@@ -211,13 +216,13 @@ async fn next_pulse(pulses: &mut Option<broadcast::Receiver<String>>) {
 
 /// The lead's heartbeat as it arrives here.
 #[derive(Debug, Default, Clone, Copy)]
-struct Pulse {
+struct Heartbeat {
     last: Option<Instant>,
     /// Time between the last two.
     interval: Duration,
 }
 
-impl Pulse {
+impl Heartbeat {
     fn beat(&mut self, now: Instant) {
         self.interval = self.last.map_or(Duration::ZERO, |last| now.saturating_duration_since(last));
         self.last = Some(now);
@@ -225,36 +230,36 @@ impl Pulse {
 
     /// When the next heartbeat is overdue. None before the first one, as on an instance that has no heartbeat. A site may have set
     /// another period.
-    fn missed_at(&self) -> Option<Instant> {
+    fn overdue_at(&self) -> Option<Instant> {
         Some(self.last? + NO_HEARTBEAT.max(self.interval.min(ASK_LEAD_EVERY) * 3))
     }
 
-    fn is_missed(&self, now: Instant) -> bool {
-        self.missed_at().is_some_and(|missed| missed <= now)
+    fn is_overdue(&self, now: Instant) -> bool {
+        self.overdue_at().is_some_and(|overdue| overdue <= now)
     }
 }
 
-async fn follow_one(client: &Client, sender: &watch::Sender<BrokerState>, ask: &Notify) -> Result<(), RpcError> {
+async fn follow_broker(client: &Client, sender: &watch::Sender<BrokerState>, ask: &Notify) -> Result<(), RpcError> {
     let now = state(client).await?.state;
     let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
     let names = hostlist::decode(&names);
     let version = attribute(client, "version").await.unwrap_or_default();
     let pid = client.peer_pid();
-    sender.send_modify(|live| {
-        *live = BrokerState { pid, version, ..BrokerState::default() };
-        live.enter(now);
+    sender.send_modify(|current| {
+        *current = BrokerState { pid, version, ..BrokerState::default() };
+        current.enter(now);
     });
     let mut changes = changes(client)?;
     let follow_events = async {
         while let Some(change) = changes.next().await {
             match change {
-                Change::State(state) => sender.send_modify(|live| live.enter(state)),
+                Change::State(state) => sender.send_modify(|current| current.enter(state)),
                 Change::Online(online) => {
                     if rank == "0" {
                         let named = online.0.iter().filter_map(|rank| names.get(usize::try_from(*rank).ok()?));
                         let _ = writeln!(std::io::stdout(), "{}", online_line(&hostlist::encode(named), &online));
                     }
-                    sender.send_modify(|live| live.online = online);
+                    sender.send_modify(|current| current.online = online);
                 }
             }
         }
@@ -286,11 +291,11 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
         let stopped_queues: Option<Vec<_>> = stopped_queues.map(|all| all.iter().filter_map(stopped).collect());
         let before = sender.borrow().state.clone();
         let state = state(client).await;
-        sender.send_if_modified(|live| {
+        sender.send_if_modified(|current| {
             let next = match state {
                 Ok(state) => {
-                    let stopped_queues = stopped_queues.unwrap_or_else(|| live.stopped_queues.clone());
-                    let fits_since = fits_since(live.fits_since, pending.and_then(|pending| pending.fits));
+                    let stopped_queues = stopped_queues.unwrap_or_else(|| current.stopped_queues.clone());
+                    let fits_since = fits_since(current.fits_since, pending.and_then(|pending| pending.fits));
                     let mut next = BrokerState {
                         instance,
                         occupied,
@@ -298,20 +303,20 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
                         fits_since,
                         stopped_queues,
                         silent_since: None,
-                        ..live.clone()
+                        ..current.clone()
                     };
                     // An event that came while the answer was under way may be newer.
-                    if live.state == before {
+                    if current.state == before {
                         next.enter(state.state);
                     }
                     next
                 }
                 Err(_) => {
-                    let since = live.silent_since.unwrap_or_else(Instant::now);
-                    BrokerState { silent_since: Some(since), ..live.clone() }
+                    let since = current.silent_since.unwrap_or_else(Instant::now);
+                    BrokerState { silent_since: Some(since), ..current.clone() }
                 }
             };
-            std::mem::replace(live, next.clone()) != next
+            std::mem::replace(current, next.clone()) != next
         });
     }
 }
@@ -324,13 +329,14 @@ mod tests {
     fn a_lead_is_missed_after_ten_seconds_or_three_periods_without_a_heartbeat() {
         let begin = Instant::now();
         let at = |secs| begin + Duration::from_secs(secs);
-        for (beats, missed) in [(vec![], None), (vec![0], Some(10)), (vec![0, 2, 4], Some(14)), (vec![0, 20], Some(80))]
+        for (beats, overdue) in
+            [(vec![], None), (vec![0], Some(10)), (vec![0, 2, 4], Some(14)), (vec![0, 20], Some(80))]
         {
-            let mut pulse = Pulse::default();
-            beats.iter().for_each(|secs| pulse.beat(at(*secs)));
-            assert_eq!(pulse.missed_at(), missed.map(at), "{beats:?}");
-            let Some(missed) = missed else { continue };
-            assert_eq!((pulse.is_missed(at(missed - 1)), pulse.is_missed(at(missed))), (false, true));
+            let mut heartbeat = Heartbeat::default();
+            beats.iter().for_each(|secs| heartbeat.beat(at(*secs)));
+            assert_eq!(heartbeat.overdue_at(), overdue.map(at), "{beats:?}");
+            let Some(overdue) = overdue else { continue };
+            assert_eq!((heartbeat.is_overdue(at(overdue - 1)), heartbeat.is_overdue(at(overdue))), (false, true));
         }
     }
 }

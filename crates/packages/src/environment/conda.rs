@@ -33,7 +33,7 @@ use crate::{
         extract::{check_and_correct_paths, check_copies, check_metadata, check_site_packages, extract},
         failed,
         limits::Memory,
-        places::Places,
+        places::EntryPlaces,
         refused, room,
     },
     fetch::archive,
@@ -108,7 +108,7 @@ impl Build<'_> {
             if let Some(wrong) = programs.add(&name, &directory, &index, &paths, linker.python.as_ref()) {
                 return Err(refused(wrong));
             }
-            let places = Places::new(&paths, &index, linker.python.as_ref());
+            let places = EntryPlaces::new(&paths, &index, linker.python.as_ref());
             if let Err(error) = places.check(&directory, linker.partial.path()) {
                 let url = shown(package.record.url.as_str());
                 return Err(refused(format!("can't use package {name} from {url}: {error}")));

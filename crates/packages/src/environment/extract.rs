@@ -2,7 +2,7 @@
 //! [`crate::environment::guard`].
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs::{self, File},
     io::{self, Read, Seek, SeekFrom},
     path::{Path, PathBuf},
@@ -28,10 +28,24 @@ const USUAL_WINDOW: u64 = 8 << 20;
 /// Memory of a decoder besides its window: blocks, buffers, tables.
 const DECODER: u64 = 2 << 20;
 
-/// The files in `info/` that the linker reads into memory as a whole.
-const METADATA: [&str; 7] = ["index.json", "paths.json", "link.json", "files", "has_prefix", "no_link", "no_softlink"];
-/// Limit for each of them. A package of 100,000 files has about 20 MiB.
+/// The files in `info/` that the linker reads into memory as a whole, and most bytes of each. A list of 100,000 files has about 20 MiB; a
+/// program is made of each entry point in `link.json`.
+const METADATA: [(&str, u64); 7] = [
+    ("index.json", MAX_METADATA),
+    ("paths.json", MAX_METADATA),
+    ("link.json", 1 << 20),
+    ("files", MAX_METADATA),
+    ("has_prefix", MAX_METADATA),
+    ("no_link", MAX_METADATA),
+    ("no_softlink", MAX_METADATA),
+];
 pub(crate) const MAX_METADATA: u64 = 64 << 20;
+/// Most lines in a list of files beyond one for each entry of the archive.
+const MORE_LINES: u64 = 1000;
+/// Most commas in a JSON file for each entry of the archive, most of all, and most beyond those: a file in `paths.json` has eight fields.
+const COMMAS_OF_ENTRY: u64 = 8;
+const MOST_COMMAS: u64 = 4 << 20;
+const MORE_COMMAS: u64 = 10_000;
 
 /// Where rattler moves the other versions of a file that several packages contain.
 pub(crate) const CLOBBERS: &str = "__clobbers__";
@@ -234,15 +248,25 @@ pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<()
     if contents.get(info) == Some(&Kind::Symlink) {
         return Err(UnpackError::Archive("its info is a symlink".to_owned()));
     }
-    for path in METADATA.map(|name| info.join(name)) {
+    for (name, most) in METADATA {
+        let path = info.join(name);
         match contents.get(&path) {
             None => {}
             Some(Kind::File) => {
-                let file = fs::symlink_metadata(directory.join(&path));
-                let bytes = file.map_err(|source| UnpackError::write(&path, source))?.len();
-                if bytes > MAX_METADATA {
-                    let limit = format!("{} MiB in {}", MAX_METADATA >> 20, path.display());
-                    return Err(UnpackError::Limit { limit });
+                let unreadable = |source| UnpackError::write(&path, source);
+                let mut file = File::open(directory.join(&path)).map_err(unreadable)?;
+                if file.metadata().map_err(unreadable)?.len() > most {
+                    return Err(UnpackError::Limit { limit: format!("{} MiB in {}", most >> 20, path.display()) });
+                }
+                // Each value and each line takes many times its bytes once it is parsed.
+                let entries = contents.len() as u64;
+                let (separator, most) = match path.extension() {
+                    Some(_) => (b',', (COMMAS_OF_ENTRY * entries).min(MOST_COMMAS) + MORE_COMMAS),
+                    None => (b'\n', entries + MORE_LINES),
+                };
+                if count(separator, &mut file).map_err(unreadable)? > most {
+                    let what = if separator == b',' { "values" } else { "lines" };
+                    return Err(UnpackError::Limit { limit: format!("{most} {what} in {}", path.display()) });
                 }
             }
             Some(_) => return Err(UnpackError::Archive(format!("its {} is not a file", path.display()))),
@@ -251,7 +275,18 @@ pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<()
     Ok(())
 }
 
-/// Checks the package's list of files, which the linker trusts, and corrects a symlink that it calls a hard link.
+fn count(byte: u8, file: &mut File) -> io::Result<u64> {
+    let (mut buffer, mut found) = (vec![0; 1 << 16], 0);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(found),
+            read => found += buffer[..read].iter().map(|next| u64::from(*next == byte)).sum::<u64>(),
+        }
+    }
+}
+
+/// Checks the package's list of files, which the linker trusts. Corrects a symlink that it calls a hard link, and leaves out what it
+/// names again: each time would be one more entry in the package's record.
 pub(crate) fn check_and_correct_paths(paths: &mut PathsJson, contents: &Contents) -> Result<(), UnpackError> {
     for entry in &mut paths.paths {
         let path = &entry.relative_path;
@@ -288,6 +323,8 @@ pub(crate) fn check_and_correct_paths(paths: &mut PathsJson, contents: &Contents
             return refuse("has a placeholder that is too short to be a prefix");
         }
     }
+    let mut named = HashSet::new();
+    paths.paths.retain(|entry| named.insert(entry.relative_path.clone()));
     Ok(())
 }
 
@@ -332,5 +369,38 @@ mod tests {
         );
         assert_eq!(check(list, Kind::Symlink, 0), Err("its info/paths.json is not a file".to_owned()));
         assert_eq!(check("info", Kind::Symlink, 0), Err("its info is a symlink".to_owned()));
+    }
+
+    #[test]
+    fn small_package_metadata_that_would_take_much_memory_once_parsed_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir(directory.path().join("info")).unwrap();
+        let check = |name: &str, text: String| {
+            let path = Path::new("info").join(name);
+            fs::write(directory.path().join(&path), text).unwrap();
+            check_metadata(directory.path(), &Contents::from([(path, Kind::File)])).map_err(|e| e.to_string())
+        };
+        for (name, part, most, refused) in [
+            ("files", "a\n", 1001, "it holds more than 1001 lines in info/files"),
+            ("has_prefix", "\n", 1001, "it holds more than 1001 lines in info/has_prefix"),
+            ("paths.json", "0,", 10_008, "it holds more than 10008 values in info/paths.json"),
+            ("index.json", "0,", 10_008, "it holds more than 10008 values in info/index.json"),
+        ] {
+            assert_eq!(check(name, part.repeat(most)), Ok(()), "{name}");
+            assert_eq!(check(name, part.repeat(most + 1)), Err(refused.to_owned()), "{name}");
+        }
+        let long = " ".repeat((1 << 20) + 1);
+        assert_eq!(check("link.json", long), Err("it holds more than 1 MiB in info/link.json".to_owned()));
+    }
+
+    #[test]
+    fn what_a_list_of_files_names_again_is_left_out() {
+        let entry = |path: &str| json!({"_path": path, "path_type": "hardlink"});
+        let paths = json!({"paths_version": 1, "paths": [entry("a"), entry("b"), entry("a")]});
+        let mut paths = serde_json::from_value(paths).unwrap();
+        let contents = ["a", "b"].map(|path| (path.into(), Kind::File)).into();
+        assert!(check_and_correct_paths(&mut paths, &contents).is_ok());
+        let left: Vec<_> = paths.paths.iter().map(|entry| entry.relative_path.to_str().unwrap()).collect();
+        assert_eq!(left, ["a", "b"]);
     }
 }

@@ -13,12 +13,12 @@ use rattler_conda_types::package::{IndexJson, PathsJson};
 use crate::{environment::extract::leads_out, unpack_error::UnpackError};
 
 /// The entries of a package, and the place of each in the environment.
-pub(super) struct Places<'a> {
+pub(super) struct EntryPlaces<'a> {
     of_entries: Vec<(&'a PathBuf, Cow<'a, Path>)>,
     for_any_python: bool,
 }
 
-impl<'a> Places<'a> {
+impl<'a> EntryPlaces<'a> {
     /// `python` is the environment's own: only there is it known where a package for any Python has its modules.
     pub(super) fn new(paths: &'a PathsJson, index: &IndexJson, python: Option<&PythonInfo>) -> Self {
         let python = python.filter(|_| index.noarch.is_python());
@@ -44,8 +44,7 @@ impl<'a> Places<'a> {
     fn check_that_none_is_above_another(&self, unpacked: &Path) -> Result<(), UnpackError> {
         let mut taken: HashMap<&Path, &PathBuf> = HashMap::new();
         for (path, place) in &self.of_entries {
-            // The same path twice is the same file, and harmless.
-            if taken.insert(place, path).is_some_and(|other| other != *path) {
+            if taken.insert(place, path).is_some() {
                 return refused(path, "would be in the place of another one of its entries".to_owned());
             }
         }

@@ -1,17 +1,17 @@
-//! `flux cancel` of a bridged job evicts its gang.
+//! `flux cancel` of a gang's job evicts its gang.
 //!
 //! A broker that stops cancels every running job, and a stop must never touch a pod. So a cancel counts only if the broker
 //! was in state run when it came, and is still in that life of state run a moment later.
 
 use super::round::Round;
 use crate::{
-    action::{Action, JobRef, PodRef},
+    action::{Action, KubeJobRef, PodRef},
     facts::{KubeJob, SuspendReason},
     gangs::Gang,
-    jobs::{BridgedJob, Cause, Job},
+    jobs::{Cause, GangJob, Job},
     pod::PodView,
     record::GangKind,
-    time::{Millis, SECOND},
+    time::{Millis, Moment, SECOND},
 };
 
 /// How long after a cancel the broker must still be in state run.
@@ -19,18 +19,18 @@ const SETTLED_AFTER: Millis = 2 * SECOND;
 
 /// Evicts the pods of `gang` if somebody has cancelled one of its jobs. Returns true while there are pods that are to go: no
 /// job is submitted for those.
-pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &BridgedJob)]) -> bool {
-    let in_run_since = round.broker.in_run_since.unwrap_or(Millis::MAX);
+pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &GangJob)]) -> bool {
+    let in_run_since = round.broker.in_run_since.unwrap_or(Moment::MAX);
     // If the gang has begun again, its old job may be left, for a pod that its dead node never ends. Whoever cancels that wants its cores.
-    let is_of_a_member = |job: &Job, bridged: &BridgedJob| {
+    let is_of_a_member = |job: &Job, gang_job: &GangJob| {
         let is_for = |pod: &PodView| {
-            bridged.record.lists(&pod.uid) || pod.record.as_ref().is_some_and(|record| record.id == job.id)
+            gang_job.record.lists(&pod.uid) || pod.record.as_ref().is_some_and(|record| record.id == job.id)
         };
         gang.members.iter().any(|pod| pod.stays() && is_for(pod))
     };
-    let cancels = jobs.iter().filter_map(|(job, bridged)| match job.ended_by {
-        Some((Cause::Canceled, at)) if at >= in_run_since && is_of_a_member(job, bridged) => {
-            Some((at, &bridged.record))
+    let cancels = jobs.iter().filter_map(|(job, gang_job)| match job.ended_by {
+        Some((Cause::Canceled, at)) if at >= in_run_since && is_of_a_member(job, gang_job) => {
+            Some((at, &gang_job.record))
         }
         _ => None,
     });
@@ -53,7 +53,7 @@ pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &BridgedJob)]
         // Its controller would replace evicted pods at once, and count them as failures.
         Some(job) if !job.is_suspended => {
             let reason = SuspendReason::Canceled;
-            round.actions.push(Action::SuspendJob { gang: gang.id.clone(), job: JobRef::from(job), reason });
+            round.actions.push(Action::SuspendJob { gang: gang.id.clone(), job: KubeJobRef::from(job), reason });
         }
         Some(_) => {}
         None => {

@@ -21,7 +21,7 @@ use crate::{
     jobs::JobState,
     jobspec::{FIRST_URGENCY, JobRequest},
     pod::PodView,
-    time::{Millis, SECOND},
+    time::{Millis, Moment, SECOND},
 };
 
 /// How long a pod waits for the node of its slot to be Ready again before it goes elsewhere.
@@ -37,7 +37,7 @@ pub(super) fn complete<'a>(
 ) -> Progress {
     let mut progress = Progress::default();
     let mut taken: BTreeSet<(JobId, &Slot)> = BTreeSet::new();
-    let jobs = holdings.jobs.iter().filter(|held| round.has_unseen(&held.bridged.record));
+    let jobs = holdings.jobs.iter().filter(|held| round.has_unseen(&held.gang_job.record));
     let unseen: BTreeSet<JobId> = jobs.map(|held| held.job.id).collect();
     for pod in gang.waiting() {
         match free_slot(round, holdings, pod, &taken, &unseen) {
@@ -64,7 +64,7 @@ enum Choice<'a> {
     /// A slot of the job with this index.
     Slot(usize, &'a Slot),
     /// A slot of the job may be of use until then: its node may be Ready again, or its last pod certainly have ended.
-    Soon(Millis, JobId),
+    Soon(Moment, JobId),
     /// There is no slot, or only on these ranks, where it doesn't fit.
     Elsewhere(BTreeSet<Rank>),
 }
@@ -81,8 +81,8 @@ fn free_slot<'a>(
     let mut free = Vec::new();
     let mut held_back = None;
     for (index, held) in holdings.jobs.iter().enumerate() {
-        let record = &held.bridged.record;
-        if (record.pinned.is_some() && !record.lists(&pod.uid)) || !is_large_enough((held.job, held.bridged), pod) {
+        let record = &held.gang_job.record;
+        if (record.pinned.is_some() && !record.lists(&pod.uid)) || !is_large_enough((held.job, held.gang_job), pod) {
             continue;
         }
         for (place, (slot, user)) in held.slots.iter().enumerate() {
@@ -144,14 +144,14 @@ fn elsewhere<'a>(
         avoided.extend(siblings);
     }
     let is_meant =
-        |held: &&super::hold::Held| held.job.state == JobState::Pending && held.bridged.record.lists(&pod.uid);
+        |held: &&super::hold::Held| held.job.state == JobState::Pending && held.gang_job.record.lists(&pod.uid);
     let pending = holdings.jobs.iter().rev().find(is_meant);
-    if let Some(held) = pending.filter(|held| held.bridged.record.pinned.is_some()) {
+    if let Some(held) = pending.filter(|held| held.gang_job.record.pinned.is_some()) {
         // It has been given cores there before, and gets them when the rank is back. It waits since the pin was submitted: the gang may have
         // come into the queue hours ago.
         return Progress { needed: [held.job.id].into(), words: Words::queued(round, held.job, held.job.submitted) };
     }
-    let threads = holdings.jobs.first().map(|held| held.bridged.record.threads);
+    let threads = holdings.jobs.first().map(|held| held.gang_job.record.threads);
     let request = request(round, gang, &[pod], &avoided, threads);
     ask(round, gang, request.map(|request| JobRequest { urgency: FIRST_URGENCY, ..request }), pending, queue)
 }

@@ -7,15 +7,15 @@ use api::Rank;
 use crate::{
     allocation::Slot,
     gangs::Gang,
-    jobs::{BridgedJob, Job},
+    jobs::{GangJob, Job},
     pod::PodView,
-    time::Millis,
+    time::Moment,
 };
 
 /// An active job of a gang.
 pub(super) struct Held<'a> {
     pub job: &'a Job,
-    pub bridged: &'a BridgedJob,
+    pub gang_job: &'a GangJob,
     /// Its slots with the pods that have them; none while it is pending.
     pub slots: Vec<(&'a Slot, Option<&'a PodView>)>,
     /// A pod that it lists is on its rank and has no slot of its own: the rank has fewer cores than its pods ask for.
@@ -30,7 +30,7 @@ impl Held<'_> {
 
     /// True if it was submitted for a whole gang of `size`, and no pod has any of it yet.
     pub fn is_whole(&self, size: u32) -> bool {
-        self.bridged.record.pinned.is_none() && self.bridged.shape.slots == size && !self.is_used()
+        self.gang_job.record.pinned.is_none() && self.gang_job.shape.slots == size && !self.is_used()
     }
 }
 
@@ -39,6 +39,16 @@ pub(super) struct Holdings<'a> {
     pub jobs: Vec<Held<'a>>,
     /// Bound pods on nodes of the instance whose cores nobody holds.
     pub uncovered: Vec<(&'a PodView, Rank)>,
+}
+
+/// What jobs of gangs hold of one rank for pods, or will hold.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct GangCores {
+    /// The cores of the pods' slots.
+    pub cores: u32,
+    /// What the pods request that these hold, in thousandths of a hardware thread. A pod that has grown requests more than its slot has,
+    /// a small one less.
+    pub requested: u64,
 }
 
 /// How good the reason is to believe that a pod has a slot.
@@ -55,12 +65,12 @@ enum Reason {
 impl<'a> Holdings<'a> {
     /// Gives each bound pod of `gang` a slot on the pod's own rank, of one of the gang's jobs. Only the choice among equal
     /// slots depends on what a pod's record says.
-    pub fn of(gang: &Gang<'a>, jobs: &[(&'a Job, &'a BridgedJob)], ranks: &BTreeMap<&str, Rank>, now: Millis) -> Self {
+    pub fn of(gang: &Gang<'a>, jobs: &[(&'a Job, &'a GangJob)], ranks: &BTreeMap<&str, Rank>, now: Moment) -> Self {
         let active = jobs.iter().filter(|(job, _)| job.is_active());
         let mut jobs: Vec<Held> = active
-            .map(|(job, bridged)| {
+            .map(|(job, gang_job)| {
                 let slots = job.slots().into_iter().flatten().map(|slot| (slot, None)).collect();
-                Held { job, bridged, slots, is_overfull: false }
+                Held { job, gang_job, slots, is_overfull: false }
             })
             .collect();
         // A node that holds no rank has been forgotten, with its pods.
@@ -74,7 +84,7 @@ impl<'a> Holdings<'a> {
                 return false;
             }
             let pinned = jobs.iter_mut().find(|held| {
-                let record = &held.bridged.record;
+                let record = &held.gang_job.record;
                 record.pinned == Some(*rank) && record.lists(&pod.uid) && !held.slots.is_empty()
             });
             pinned.map(|held| held.is_overfull = true).is_none()
@@ -87,13 +97,13 @@ impl<'a> Held<'a> {
     /// Gives `pod` a free slot on `rank`, if there is one and `reason` holds. Returns true if it did.
     fn take(&mut self, pod: &'a PodView, rank: Rank, reason: Reason) -> bool {
         // Else a forged pod that is gone would keep the slot of one that runs.
-        if self.bridged.record.pinned.is_some() && pod.is_gone_before_it_began() {
+        if self.gang_job.record.pinned.is_some() && pod.is_gone_before_it_began() {
             return false;
         }
         let recorded = pod.record.as_ref().filter(|record| record.id == self.job.id);
         let is_meant = |slot: &Slot| match reason {
             Reason::Recorded => recorded.is_some_and(|record| record.cores == slot.cores),
-            Reason::Listed => self.bridged.record.lists(&pod.uid),
+            Reason::Listed => self.gang_job.record.lists(&pod.uid),
             Reason::SameGang => true,
         };
         let free = self.slots.iter_mut().find(|(slot, taken)| taken.is_none() && slot.rank == rank && is_meant(slot));

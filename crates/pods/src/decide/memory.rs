@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use api::Rank;
 
-use crate::{action::Reason, record::GangId, time::Millis};
+use crate::{action::Reason, record::GangId, time::Moment};
 
 /// See the module.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -13,11 +13,11 @@ pub struct Memory {
     pub(super) avoided: BTreeMap<GangId, BTreeSet<Rank>>,
     /// When each gang first came into the queue. Remembered here, so that a gang keeps its place while no node can take it and it has no
     /// job. A gang that is not whole any more loses its place.
-    pub(super) first_queued: BTreeMap<GangId, Millis>,
+    pub(super) first_queued: BTreeMap<GangId, Moment>,
     /// Since when a gang has run in part.
-    pub(super) incomplete: BTreeMap<GangId, Millis>,
+    pub(super) incomplete: BTreeMap<GangId, Moment>,
     /// What the bridge said about each pod, and when, by uid.
-    pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Millis)>>,
+    pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Moment)>>,
     pub(super) recovery: RecoveryMemory,
 }
 

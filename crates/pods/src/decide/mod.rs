@@ -2,6 +2,7 @@
 
 mod cancels;
 mod complete;
+mod gang_cores;
 mod hold;
 mod memory;
 mod order;
@@ -23,8 +24,10 @@ use std::collections::BTreeSet;
 use broker::job_id::JobId;
 
 use self::{
+    gang_cores::gang_cores,
     hold::Holdings,
     memory::RecoveryMemory,
+    pause::is_paused,
     queue::{WaitingJob, may_change_at},
     round::{Round, being_bound, listed},
     start::Progress,
@@ -32,7 +35,7 @@ use self::{
 };
 pub use self::{memory::Memory, recovery::Recovery, shadows::OtherPods, words::AUTOSCALE_AFTER};
 use crate::{
-    action::Action, gangs::Gang, jobs::JobState, pod::PodView, record::GangId, requests::cores, time::Millis,
+    action::Action, gangs::Gang, jobs::JobState, pod::PodView, record::GangId, requests::cores, time::Moment,
     world::World,
 };
 
@@ -45,7 +48,7 @@ pub struct Decision {
     /// What to report about the bridge.
     pub report: Report,
     /// When to decide again, if nothing happens before.
-    pub wake: Option<Millis>,
+    pub wake: Option<Moment>,
 }
 
 impl Decision {
@@ -99,7 +102,7 @@ impl Standing {
 }
 
 /// Decides what is to be done, by `world`, `memory` and `now` alone. What shows in the world as done is not decided again.
-pub fn decide(world: &World, memory: &mut Memory, now: Millis) -> Decision {
+pub fn decide(world: &World, memory: &mut Memory, now: Moment) -> Decision {
     let Some(broker) = world.broker.as_ref().filter(|broker| broker.in_run_since.is_some()) else {
         return Decision::default();
     };
@@ -133,18 +136,20 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     if round.broker.queues.has_stopped_by_us() && !round.world.under_way.contains(&Action::StartQueues) {
         round.actions.push(Action::StartQueues);
     }
+    let can_be_pinned = |gang: &GangId| round.broker.accepts_jobs && !is_paused(round, gang);
+    round.gang_cores = gang_cores(round, can_be_pinned);
     // Before pods are bound, which is not what other pods use.
     let (other_pods, of_shadows) = shadows::keep(round);
     let mut report = Report { standing: Standing::Serving, other_pods, ..Report::default() };
     let mut queue = Vec::new();
     let places = words::places(round);
-    let gangs = std::mem::take(&mut round.gangs);
-    for gang in &gangs {
+    let (gangs, holdings) = (std::mem::take(&mut round.gangs), std::mem::take(&mut round.holdings));
+    for (gang, holdings) in gangs.iter().zip(&holdings) {
         report.running += usize::from(gang.is_started());
         let is_queued = round.jobs_of(&gang.id).iter().any(|(job, _)| job.state == JobState::Pending);
         report.queued += usize::from(is_queued);
         if !round.is_busy(&gang.id) {
-            serve_gang(round, memory, gang, &mut queue, &places, &mut report);
+            serve_gang(round, memory, (gang, holdings), &mut queue, &places, &mut report);
         }
     }
     let known: BTreeSet<&GangId> = gangs.iter().map(|gang| &gang.id).collect();
@@ -156,9 +161,9 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
         if round.is_busy(gang) {
             continue;
         }
-        for (job, bridged) in round.jobs_of(gang) {
-            if job.is_active() && !round.has_unseen(&bridged.record) {
-                round.end(job, &bridged.record, "its pods are gone");
+        for (job, gang_job) in round.jobs_of(gang) {
+            if job.is_active() && !round.has_unseen(&gang_job.record) {
+                round.end(job, &gang_job.record, "its pods are gone");
             }
         }
     }
@@ -172,32 +177,31 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
 fn serve_gang<'a>(
     round: &mut Round<'a>,
     memory: &mut Memory,
-    gang: &Gang<'a>,
+    (gang, holdings): (&Gang<'a>, &Holdings<'a>),
     queue: &mut Vec<WaitingJob<'a>>,
     places: &[JobId],
     report: &mut Report,
 ) {
     let jobs = round.jobs_of(&gang.id);
-    let holdings = Holdings::of(gang, &jobs, &round.ranks, round.now);
     let is_canceled = cancels::evict(round, gang, &jobs);
     let is_paused = !holdings.uncovered.is_empty() && pause::reason_to_pause(round, &gang.id).is_some();
-    let pins = pins::submit_pins(round, gang, &holdings, holdings.uncovered.iter().copied(), is_paused);
+    let pins = pins::submit_pins(round, gang, holdings, holdings.uncovered.iter().copied(), is_paused);
     let mut progress = match &gang.problem {
         _ if gang.waiting().next().is_none() || is_canceled => Progress::default(),
         Some(problem) => {
-            let needed = not_yet_replaceable(round, &holdings);
+            let needed = not_yet_replaceable(round, holdings);
             // Whoever could give it up and have it again would have all younger gangs submitted again each time.
             if needed.is_empty() && problem.is_of_pods() {
                 round.first_queued.remove(&gang.id);
             }
             Progress { needed, words: Some(Words::problem(problem)) }
         }
-        None if gang.is_started() => complete::complete(round, memory, gang, &holdings, queue),
-        None => start::start(round, memory, gang, &holdings, queue),
+        None if gang.is_started() => complete::complete(round, memory, gang, holdings, queue),
+        None => start::start(round, memory, gang, holdings, queue),
     };
     progress.needed.extend(pins.pending);
     for held in &holdings.jobs {
-        let record = &held.bridged.record;
+        let record = &held.gang_job.record;
         let is_needed = held.is_used() || progress.needed.contains(&held.job.id);
         if !is_needed && !is_being_replaced(round, held.job.id) && !round.has_unseen(record) {
             round.end(held.job, record, "no pod needs it");
@@ -210,7 +214,7 @@ fn serve_gang<'a>(
     let held_by = |pod: &PodView| {
         let mut slots = holdings.jobs.iter().flat_map(|held| held.slots.iter().map(move |slot| (held, slot)));
         let (held, _) = slots.find(|(_, (_, user))| user.is_some_and(|user| user.uid == pod.uid))?;
-        Some((cores(pod.requests.cpu, held.bridged.record.threads), held.bridged.shape.cores))
+        Some((cores(pod.requests.cpu, held.gang_job.record.threads), held.gang_job.shape.cores))
     };
     words::tell_bound(round, memory, gang, held_by);
     if !is_canceled {

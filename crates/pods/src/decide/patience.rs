@@ -5,11 +5,11 @@
 
 use super::{memory::Memory, round::Round, words::is_not_taken_up};
 use crate::{
-    action::{Action, JobRef},
+    action::{Action, KubeJobRef},
     facts::{KubeJob, SuspendReason},
     gangs::Gang,
     pod::PodView,
-    time::Millis,
+    time::Moment,
 };
 
 /// Suspends the Job of `gang` if the gang has run in part for too long.
@@ -30,7 +30,7 @@ pub(super) fn suspend_if_stuck(round: &mut Round, memory: &mut Memory, gang: &Ga
     let job = gang.job.filter(|job| may_write && gang.size > 1 && !job.is_suspended);
     if let Some(job) = job {
         let reason = SuspendReason::Incomplete;
-        round.actions.push(Action::SuspendJob { gang: gang.id.clone(), job: JobRef::from(job), reason });
+        round.actions.push(Action::SuspendJob { gang: gang.id.clone(), job: KubeJobRef::from(job), reason });
         // If it does not help, not again at once.
         memory.incomplete.insert(gang.id.clone(), round.now);
     }
@@ -40,7 +40,7 @@ pub(super) fn suspend_if_stuck(round: &mut Round, memory: &mut Memory, gang: &Ga
 pub(super) fn resume(round: &mut Round) {
     let jobs = round.world.facts.jobs.values().filter(|job| job.is_to_be_resumed());
     for job in jobs.filter(|job| round.world.namespaces.contains(&job.namespace)) {
-        let (until, resume) = (waits_for_pods_until(round, job), Action::ResumeJob(JobRef::from(job)));
+        let (until, resume) = (waits_for_pods_until(round, job), Action::ResumeJob(KubeJobRef::from(job)));
         if round.now < until {
             round.wake_at(until);
         } else if !round.world.under_way.contains(&resume) {
@@ -49,11 +49,11 @@ pub(super) fn resume(round: &mut Round) {
     }
 }
 
-/// Until when the bridge waits for the pods of `job`; `Millis::MAX` if one is not being deleted yet, 0 if there is none. By default,
+/// Until when the bridge waits for the pods of `job`; `Moment::MAX` if one is not being deleted yet, 0 if there is none. By default,
 /// Kubernetes' Job controller, too, replaces a pod that its node does not end.
-fn waits_for_pods_until(round: &Round, job: &KubeJob) -> Millis {
+fn waits_for_pods_until(round: &Round, job: &KubeJob) -> Moment {
     let gangs = round.gangs.iter().filter(|gang| gang.job.is_some_and(|other| other.uid == job.uid));
     let patience = round.world.settings.complete_after;
-    let waits_until = |pod: &&PodView| pod.to_end_by.map_or(Millis::MAX, |end| end.saturating_add(patience));
+    let waits_until = |pod: &&PodView| pod.to_end_by.map_or(Moment::MAX, |end| end.saturating_add(patience));
     gangs.flat_map(|gang| &gang.members).map(waits_until).max().unwrap_or(0)
 }

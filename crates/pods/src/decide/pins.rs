@@ -49,13 +49,13 @@ pub(super) fn submit_pins<'a>(
         let is_there = |uid: &str| pods.iter().chain(&waiting).any(|pod| pod.uid == uid);
         let is_here = |uid: &str| is_there(uid) || round.runs_unseen_until(uid).is_some();
         let pinned = holdings.jobs.iter().filter(|held| {
-            let record = &held.bridged.record;
+            let record = &held.gang_job.record;
             let is_right = record.pinned == Some(rank) && record.members.iter().all(|member| is_here(&member.uid));
             held.job.state == JobState::Pending && is_right
         });
         let mut missing = Vec::new();
         for pod in &pods {
-            let pending = pinned.clone().find(|held| held.bridged.record.lists(&pod.uid));
+            let pending = pinned.clone().find(|held| held.gang_job.record.lists(&pod.uid));
             match pending {
                 Some(held) => drop(pins.pending.insert(held.job.id)),
                 None => missing.push(*pod),

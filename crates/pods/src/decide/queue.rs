@@ -5,7 +5,7 @@ use crate::{
     jobs::Job,
     jobspec::JobRequest,
     record::JobRecord,
-    time::{Millis, SECOND},
+    time::{Millis, Moment, SECOND},
 };
 
 /// How long a job stays as it was submitted, though it may run on other ranks by now.
@@ -19,9 +19,9 @@ const LATER_BY: Millis = 2 * SECOND;
 pub(super) struct QueuePlace {
     /// [`JobRecord::queued`]: not the age of the gang, because one that could not be submitted for hours must not go before those that
     /// have waited meanwhile.
-    queued: Millis,
+    queued: Moment,
     /// When its last pod was created. Decides if `queued` is equal, as it is for all gangs after Flux has lost its queue.
-    created: Millis,
+    created: Moment,
 }
 
 impl QueuePlace {
@@ -32,7 +32,7 @@ impl QueuePlace {
 
     /// True if a job in this place must be behind one in the `other`.
     pub fn is_behind(self, other: Self) -> bool {
-        let is_later = |this: Millis, that: Millis| this > that.saturating_add(LATER_BY);
+        let is_later = |this: Moment, that: Moment| this > that.saturating_add(LATER_BY);
         is_later(self.queued, other.queued) || (self.queued == other.queued && is_later(self.created, other.created))
     }
 }
@@ -46,6 +46,6 @@ pub(super) struct WaitingJob<'a> {
 }
 
 /// When `job` may be replaced, though its gang may run on other ranks, or on none, before that.
-pub(super) fn may_change_at(job: &Job) -> Millis {
+pub(super) fn may_change_at(job: &Job) -> Moment {
     job.submitted.saturating_add(RESUBMIT_AFTER)
 }

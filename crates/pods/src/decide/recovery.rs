@@ -18,6 +18,7 @@ use std::collections::BTreeSet;
 use broker::job_id::JobId;
 
 use super::{
+    gang_cores::gang_cores,
     hold::Holdings,
     memory::{Asked, Memory, RecoveryMemory},
     pause::reason_to_pause,
@@ -31,7 +32,7 @@ use crate::{
     action::Action,
     check::check_pod,
     gangs::Gang,
-    jobs::{JobState, NOTE},
+    jobs::{JobState, OUR_NOTE},
     jobspec::{FIRST_URGENCY, JobRequest},
     pod::PodView,
     record::GangId,
@@ -73,14 +74,12 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         queues if queues.are_all_stopped() => {}
         _ if is_stopping(round) => return Recovery::Queues,
         _ => {
-            round.actions.push(Action::StopQueues(format!("{NOTE}gives pods that run their cores again")));
+            round.actions.push(Action::StopQueues(format!("{OUR_NOTE}gives pods that run their cores again")));
             return Recovery::Queues;
         }
     }
-    // Taken out while the loop changes the round.
-    let gangs = std::mem::take(&mut round.gangs);
     if memory.recovery.life != round.broker.life {
-        let known = gangs.iter().map(|gang| (gang.id.clone(), Asked::default())).collect();
+        let known = round.gangs.iter().map(|gang| (gang.id.clone(), Asked::default())).collect();
         memory.recovery = RecoveryMemory { life: round.broker.life.clone(), gangs: known, ..RecoveryMemory::default() };
     }
     // A refusal counts only if this broker takes jobs at all.
@@ -88,33 +87,38 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         memory.recovery.given_up.clear();
         memory.recovery.given_up_ranks.clear();
     }
+    round.gang_cores = gang_cores(round, |gang| may_wait_for(memory, gang));
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
     let mut is_disabled = false;
-    for gang in &gangs {
+    // Taken out while the loop changes the round.
+    let (gangs, holdings) = (std::mem::take(&mut round.gangs), std::mem::take(&mut round.holdings));
+    for (gang, holdings) in gangs.iter().zip(&holdings) {
         if round.is_busy(&gang.id) {
             is_submitting = true;
             continue;
         }
-        match give_again(round, memory, gang, &mut needed) {
+        match give_again(round, memory, (gang, holdings), &mut needed) {
             Again::Asked => {}
             Again::Submitting => {
                 is_submitting = true;
                 note_asked(memory, gang);
             }
-            Again::Paused => drop(paused.insert(&gang.id)),
+            Again::Paused => drop(paused.insert(gang.id.clone())),
             Again::Disabled => {
                 is_disabled = true;
-                paused.insert(&gang.id);
+                paused.insert(gang.id.clone());
             }
         }
     }
+    (round.gangs, round.holdings) = (gangs, holdings);
     // Not before the jobs of gangs show: what these hold is no use of other pods.
     if !is_submitting {
+        // A gang that was given up meanwhile gets no pin.
+        round.gang_cores = gang_cores(round, |gang| may_wait_for(memory, gang));
         let asked = shadows::ask_for_all(round, &mut memory.recovery.given_up_ranks);
         (is_submitting, is_disabled) = (asked.is_submitting, is_disabled | asked.is_disabled);
     }
-    let is_canceling = !is_submitting && cancel_old(round, &gangs, &needed, &paused);
-    round.gangs = gangs;
+    let is_canceling = !is_submitting && cancel_old(round, &needed, &paused);
     match (is_submitting, is_canceling) {
         (true, _) => Recovery::Submit,
         (_, true) => Recovery::Cancel,
@@ -133,16 +137,19 @@ fn is_stopping(round: &Round) -> bool {
 }
 
 /// Submits jobs for the cores that `gang` has been given. Adds the pending jobs that will hold those cores to `needed`.
-fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, needed: &mut BTreeSet<JobId>) -> Again {
-    let jobs = round.jobs_of(&gang.id);
-    let holdings = Holdings::of(gang, &jobs, &round.ranks, round.now);
+fn give_again<'a>(
+    round: &mut Round<'a>,
+    memory: &mut Memory,
+    (gang, holdings): (&Gang<'a>, &Holdings<'a>),
+    needed: &mut BTreeSet<JobId>,
+) -> Again {
     let on_rank = |pod: &'a PodView| Some((pod, *round.ranks.get(pod.node.as_deref()?)?));
     let holding = gang.holding(round.now).filter(|pod| !pod.is_gone_before_it_began());
     let mut pods: Vec<_> = holding.filter_map(on_rank).collect();
     if pods.is_empty() {
         // Its pods may all run on nodes that are members no more: Flux has nothing to give them.
         let is_elsewhere = gang.holding(round.now).next().is_some();
-        return if is_elsewhere { Again::Asked } else { ask_again(round, memory, gang, &holdings) };
+        return if is_elsewhere { Again::Asked } else { ask_again(round, memory, gang, holdings) };
     }
     // A gang that was being bound gets all that it was given.
     if gang.is_started() {
@@ -160,7 +167,7 @@ fn give_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, n
         }));
     }
     note_refusal(round, memory, &gang.id);
-    let pins = submit_pins(round, gang, &holdings, pods, !may_wait_for(memory, &gang.id));
+    let pins = submit_pins(round, gang, holdings, pods, !may_wait_for(memory, &gang.id));
     needed.extend(pins.pending);
     pins.again
 }
@@ -213,14 +220,18 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
 /// Cancels what recovery has replaced. An allocated job is of the broker's earlier life, because nothing is allocated while
 /// the queues are stopped; that of a `paused` gang stays, because nothing else holds its cores. A pending job for one rank
 /// goes if it is not `needed`, and one for a whole gang if the gang has cores. Returns true until all of them have ended.
-fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>, paused: &BTreeSet<&GangId>) -> bool {
-    let started: BTreeSet<_> =
-        gangs.iter().filter(|gang| gang.holding(round.now).next().is_some()).map(|gang| &gang.id).collect();
+fn cancel_old(round: &mut Round, needed: &BTreeSet<JobId>, paused: &BTreeSet<GangId>) -> bool {
+    let started: BTreeSet<_> = round
+        .gangs
+        .iter()
+        .filter(|gang| gang.holding(round.now).next().is_some())
+        .map(|gang| gang.id.clone())
+        .collect();
     let mut any = false;
     let mut cancels = Vec::new();
     let jobs = round.jobs;
-    for (job, bridged) in jobs.bridged() {
-        let record = &bridged.record;
+    for (job, gang_job) in jobs.of_gangs() {
+        let record = &gang_job.record;
         let is_replaced = match job.state {
             JobState::Pending if record.pinned.is_some() => !needed.contains(&job.id) && !round.has_unseen(record),
             JobState::Pending => started.contains(&record.gang),
@@ -234,7 +245,7 @@ fn cancel_old(round: &mut Round, gangs: &[Gang], needed: &BTreeSet<JobId>, pause
         if is_replaced {
             any = true;
             if !round.is_busy(&record.gang) && !round.has_unseen(record) {
-                let note = format!("{NOTE}the broker has restarted, and this job is not needed any more");
+                let note = format!("{OUR_NOTE}the broker has restarted, and this job is not needed any more");
                 cancels.push(Action::Cancel { job: job.id, gang: record.gang.clone(), note });
             }
         }

@@ -8,8 +8,8 @@ use super::round::Round;
 use crate::{
     constraint::Constraint,
     gangs::Gang,
-    jobs::{BridgedJob, Job},
-    jobspec::{JobRequest, PINNED_URGENCY, urgency},
+    jobs::{GangJob, Job},
+    jobspec::{JobRequest, USED_CORES_URGENCY, urgency},
     place::{Limits, NoPlace, place},
     pod::PodView,
     record::{JobRecord, MemberPod},
@@ -52,12 +52,12 @@ pub(super) fn pin(round: &Round, gang: &Gang, pods: &[&PodView], rank: Rank) -> 
         spreads: false,
         duration: duration(round, gang, pods),
         constraint: Constraint::Ranks([rank].into_iter().collect()),
-        urgency: PINNED_URGENCY,
+        urgency: USED_CORES_URGENCY,
     })
 }
 
 /// True if `job` is what `request` asks for.
-pub(super) fn is_as_wanted(round: &Round, job: &BridgedJob, request: &JobRequest) -> bool {
+pub(super) fn is_as_wanted(round: &Round, job: &GangJob, request: &JobRequest) -> bool {
     let shape = &job.shape;
     let permits = |constraint: &Constraint, rank: &Rank| constraint.permits(*rank);
     (shape.slots, shape.cores, shape.spreads) == (request.slots, request.cores, request.spreads)
@@ -65,8 +65,8 @@ pub(super) fn is_as_wanted(round: &Round, job: &BridgedJob, request: &JobRequest
 }
 
 /// True if a slot of `job` is large enough for `pod`.
-pub(super) fn is_large_enough((_, bridged): (&Job, &BridgedJob), pod: &PodView) -> bool {
-    cores(pod.requests.cpu, bridged.record.threads) <= bridged.shape.cores
+pub(super) fn is_large_enough((_, gang_job): (&Job, &GangJob), pod: &PodView) -> bool {
+    cores(pod.requests.cpu, gang_job.record.threads) <= gang_job.shape.cores
 }
 
 fn record(round: &Round, gang: &Gang, pods: &[&PodView], threads: u32, pinned: Option<Rank>) -> JobRecord {

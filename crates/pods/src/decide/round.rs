@@ -1,20 +1,19 @@
 //! One round: what is known, arranged for the rules, and what they want done.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use api::Rank;
-use broker::job_id::JobId;
 
+use super::hold::{GangCores, Holdings};
 use crate::{
     action::Action,
     gangs::{Gang, Known, gangs},
-    jobs::{BridgedJob, Job, JobState, Jobs, NOTE},
+    jobs::{GangJob, HeldCores, Job, JobState, Jobs, OUR_NOTE},
     jobspec::JobRequest,
     pod::{FORCED_HOLD, Phase, PodView},
     record::{GangId, GangKind, JobRecord},
-    requests::cores,
     target::Target,
-    time::Millis,
+    time::Moment,
     usage::UsageByNode,
     world::{Broker, Pods, Queues, World},
 };
@@ -24,32 +23,34 @@ pub(super) struct Round<'a> {
     pub broker: &'a Broker,
     pub jobs: &'a Jobs,
     pods: &'a Pods,
-    pub now: Millis,
+    pub now: Moment,
     /// The gangs of all pods that run or wait.
     pub gangs: Vec<Gang<'a>>,
     /// What is on the nodes, and what this round adds.
     pub usage: UsageByNode,
-    /// See [`Round::cores_of_gangs`].
-    cores_of_gangs: BTreeMap<Rank, u32>,
-    /// How many cores of each rank jobs hold that are for no gang.
-    held_outside_gangs: BTreeMap<Rank, u32>,
+    /// What the jobs of each of these gangs hold for its pods.
+    pub holdings: Vec<Holdings<'a>>,
+    /// What jobs of gangs hold of each rank for pods, or will hold: each decision fills it in first, when it knows which gangs can be pinned.
+    pub gang_cores: BTreeMap<Rank, GangCores>,
+    /// See [`Round::held_cores`].
+    held_cores: BTreeMap<Rank, HeldCores>,
     /// The rank of each member's node.
     pub ranks: BTreeMap<&'a str, Rank>,
     /// The ranks of all targets.
     pub members: BTreeSet<Rank>,
-    by_gang: BTreeMap<&'a GangId, Vec<(&'a Job, &'a BridgedJob)>>,
+    by_gang: BTreeMap<&'a GangId, Vec<(&'a Job, &'a GangJob)>>,
     /// See [`super::Memory::first_queued`].
-    pub first_queued: BTreeMap<GangId, Millis>,
+    pub first_queued: BTreeMap<GangId, Moment>,
     busy: BTreeSet<&'a GangId>,
     pub actions: Vec<Action>,
     /// How many of the actions are messages.
     pub messages: usize,
     /// The next moment at which something changes by itself.
-    pub wake: Option<Millis>,
+    pub wake: Option<Moment>,
 }
 
 /// The pods that are being bound, as they will be.
-pub(super) fn being_bound(world: &World, pods: &Pods, now: Millis) -> Vec<PodView> {
+pub(super) fn being_bound(world: &World, pods: &Pods, now: Moment) -> Vec<PodView> {
     let binding = |action: &Action| match action {
         Action::Bind(binding) => {
             let pod = pods.by_uid.get(&binding.pod.uid).filter(|pod| pod.node.is_none())?;
@@ -64,8 +65,8 @@ pub(super) fn being_bound(world: &World, pods: &Pods, now: Millis) -> Vec<PodVie
 /// See [`Known::listed`].
 pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     let mut listed = BTreeMap::new();
-    for (_, bridged) in jobs.bridged().filter(|(job, _)| job.is_active()) {
-        let JobRecord { gang, members, .. } = &bridged.record;
+    for (_, gang_job) in jobs.of_gangs().filter(|(job, _)| job.is_active()) {
+        let JobRecord { gang, members, .. } = &gang_job.record;
         for member in members {
             let listed = listed.entry(member.uid.as_str()).or_insert(gang);
             if gang.kind == GangKind::Pod {
@@ -76,65 +77,13 @@ pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     listed
 }
 
-/// How many cores of each rank jobs of gangs hold for pods, or will hold. `bound`: the pods that the bridge has bound. Each counts with its
-/// slot, which it keeps if it is resized; one that no job lists, with what it requests. A pin that waits has no more than its slots.
-fn cores_of_gangs<'a>(
-    bound: impl Iterator<Item = &'a PodView>,
-    jobs: &Jobs,
-    ranks: &BTreeMap<&str, Rank>,
-    targets: &BTreeMap<Rank, Target>,
-) -> BTreeMap<Rank, u32> {
-    let (mut slots, mut pins) = (HashMap::<&str, (u32, Option<JobId>)>::new(), HashMap::<JobId, u32>::new());
-    for (job, BridgedJob { record, shape }) in jobs.bridged().filter(|(job, _)| job.is_active()) {
-        let is_pin = job.state == JobState::Pending && record.pinned.is_some();
-        for member in &record.members {
-            // An older job than the pin may list the pod, too.
-            if is_pin {
-                pins.insert(job.id, shape.slots);
-                slots.insert(&member.uid, (shape.cores, Some(job.id)));
-            } else {
-                slots.entry(&member.uid).or_insert((shape.cores, None));
-            }
-        }
-    }
-    let mut by_rank: BTreeMap<Rank, u32> = BTreeMap::new();
-    for pod in bound {
-        let Some(rank) = pod.node.as_deref().and_then(|node| ranks.get(node)) else { continue };
-        let Some(target) = targets.get(rank) else { continue };
-        let cores = match slots.get(pod.uid.as_str()) {
-            None => cores(pod.requests.cpu, target.threads),
-            Some((cores, None)) => *cores,
-            Some((cores, Some(pin))) => match pins.get_mut(pin) {
-                Some(left) if *left > 0 => {
-                    *left -= 1;
-                    *cores
-                }
-                _ => 0,
-            },
-        };
-        let sum = by_rank.entry(*rank).or_default();
-        *sum = sum.saturating_add(cores);
-    }
-    by_rank
-}
-
-/// How many cores of each rank those jobs hold.
-pub(super) fn held_by(jobs: &Jobs, is_meant: impl Fn(&Job) -> bool) -> BTreeMap<Rank, u32> {
-    let mut held: BTreeMap<Rank, u32> = BTreeMap::new();
-    for slot in jobs.iter().filter(|job| is_meant(job)).flat_map(Job::held) {
-        let held = held.entry(slot.rank).or_default();
-        *held = held.saturating_add(u32::try_from(slot.cores.len()).unwrap_or(u32::MAX));
-    }
-    held
-}
-
 impl<'a> Round<'a> {
     pub fn new(
         (world, broker, jobs, pods): (&'a World, &'a Broker, &'a Jobs, &'a Pods),
         bound: &'a [PodView],
         listed: &'a BTreeMap<&'a str, &'a GangId>,
-        mut first_queued: BTreeMap<GangId, Millis>,
-        now: Millis,
+        mut first_queued: BTreeMap<GangId, Moment>,
+        now: Moment,
     ) -> Self {
         let overlaid: BTreeMap<&str, &PodView> = bound.iter().map(|pod| (pod.uid.as_str(), pod)).collect();
         let shown: Vec<&PodView> =
@@ -147,9 +96,9 @@ impl<'a> Round<'a> {
             listed,
         };
         let mut by_gang: BTreeMap<_, Vec<_>> = BTreeMap::new();
-        for (job, bridged) in jobs.bridged() {
-            let record = &bridged.record;
-            by_gang.entry(&record.gang).or_default().push((job, bridged));
+        for (job, gang_job) in jobs.of_gangs() {
+            let record = &gang_job.record;
+            by_gang.entry(&record.gang).or_default().push((job, gang_job));
             if job.is_active() {
                 // Most gangs are known: none of their names is copied in each decision.
                 match first_queued.get_mut(&record.gang) {
@@ -160,17 +109,23 @@ impl<'a> Round<'a> {
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
         let there: Vec<&PodView> = shown.iter().copied().filter(|pod| pod.may_be_there()).collect();
-        let ours = there.iter().copied().filter(|pod| pod.holds(now) && !known.is_foreign(pod));
+        let gangs = gangs(shown.iter().copied(), known, now);
+        let holdings = gangs.iter().map(|gang| {
+            let jobs = by_gang.get(&gang.id).map_or(&[][..], Vec::as_slice);
+            Holdings::of(gang, jobs, &ranks, now)
+        });
+        let holdings = holdings.collect();
         Self {
             world,
             broker,
             jobs,
             pods,
             now,
-            gangs: gangs(shown.iter().copied(), known, now),
+            gangs,
+            holdings,
             usage: UsageByNode::of(there.iter().copied(), |pod| known.is_foreign(pod), now),
-            cores_of_gangs: cores_of_gangs(ours, jobs, &ranks, &world.targets),
-            held_outside_gangs: held_by(jobs, |job| job.bridged().is_none()),
+            gang_cores: BTreeMap::new(),
+            held_cores: jobs.held_cores(),
             ranks,
             members: world.targets.keys().copied().collect(),
             by_gang,
@@ -182,25 +137,30 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// How many cores of a rank jobs of gangs hold for pods, or will hold.
-    pub fn cores_of_gangs(&self, rank: Rank) -> u32 {
-        self.cores_of_gangs.get(&rank).copied().unwrap_or_default()
+    /// What jobs of gangs hold of a rank for pods, or will hold.
+    pub fn gang_cores(&self, rank: Rank) -> GangCores {
+        self.gang_cores.get(&rank).copied().unwrap_or_default()
+    }
+
+    /// How many cores of a rank jobs hold.
+    pub fn held_cores(&self, rank: Rank) -> HeldCores {
+        self.held_cores.get(&rank).copied().unwrap_or_default()
     }
 
     /// The most cores of a rank that Flux may still give to pods: all but those of bound pods, and of jobs that are for no gang.
     pub fn may_be_free(&self, target: &Target) -> u32 {
-        let held = self.held_outside_gangs.get(&target.rank).copied().unwrap_or_default();
-        target.cores.saturating_sub(held).saturating_sub(self.cores_of_gangs(target.rank))
+        let HeldCores { hosts, shadows, .. } = self.held_cores(target.rank);
+        target.cores.saturating_sub(hosts.saturating_add(shadows)).saturating_sub(self.gang_cores(target.rank).cores)
     }
 
     /// The jobs of a gang, those that ended a short while ago among them.
-    pub fn jobs_of(&self, gang: &GangId) -> Vec<(&'a Job, &'a BridgedJob)> {
+    pub fn jobs_of(&self, gang: &GangId) -> Vec<(&'a Job, &'a GangJob)> {
         self.by_gang.get(gang).cloned().unwrap_or_default()
     }
 
     /// Since when `gang` has been in the queue; now if it has not been. Never before its last pod was created, and never in the future: the
     /// clock may have been wrong when it was written.
-    pub fn queued_since(&self, gang: &Gang) -> Millis {
+    pub fn queued_since(&self, gang: &Gang) -> Moment {
         self.first_queued.get(&gang.id).map_or(self.now, |first| self.now.min(*first)).max(gang.since())
     }
 
@@ -215,15 +175,15 @@ impl<'a> Round<'a> {
     }
 
     /// Sees to it that there is a round at `at`.
-    pub fn wake_at(&mut self, at: Millis) {
-        if at > self.now && at < Millis::MAX {
+    pub fn wake_at(&mut self, at: Moment) {
+        if at > self.now && at < Moment::MAX {
             self.wake = Some(self.wake.map_or(at, |wake| wake.min(at)));
         }
     }
 
     /// Until when a pod that does not exist may run nevertheless: it may have been deleted by force before the pods were
     /// listed. None if the pod exists, or that is over.
-    pub fn runs_unseen_until(&self, uid: &str) -> Option<Millis> {
+    pub fn runs_unseen_until(&self, uid: &str) -> Option<Moment> {
         let until = self.pods.listed.saturating_add(FORCED_HOLD);
         (self.now < until && !self.pods.by_uid.contains_key(uid)).then_some(until)
     }
@@ -242,7 +202,7 @@ impl<'a> Round<'a> {
         }
         let gang = record.gang.clone();
         self.actions.push(match job.state {
-            JobState::Pending => Action::Cancel { job: job.id, gang, note: format!("{NOTE}{why}") },
+            JobState::Pending => Action::Cancel { job: job.id, gang, note: format!("{OUR_NOTE}{why}") },
             _ => Action::Finish { job: job.id, gang, status: self.status(record) },
         });
     }

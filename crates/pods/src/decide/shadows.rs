@@ -10,25 +10,28 @@ use std::{
 
 use api::Rank;
 
-use super::round::{Round, held_by};
+use super::round::Round;
 use crate::{
     action::{Action, ShadowStep},
-    jobs::{Cause, Job, JobClass, JobState},
-    shadow::{Shadow, ShadowRequest, wanted},
+    jobs::{Cause, HeldCores, Job, JobState},
+    shadow::{Shadow, ShadowRequest, used_cores},
     target::Target,
-    time::{Millis, SECOND},
+    time::{Moment, SECOND},
     world::{PAUSE, Queues},
 };
 
 // Notes of cancels.
 const FEWER: &str = "pods of other schedulers use fewer cores";
 const MORE: &str = "pods of other schedulers use more cores";
+const MERGED: &str = "one job holds the cores of all";
 const IN_PARTS: &str = "its cores are asked for in parts";
 const NO_MEMBER: &str = "its node is no member any more";
 const REPLACED: &str = "the broker has restarted, and another job is for the same pods";
 
-/// If so many jobs of a rank wait, the largest one is exchanged for a larger one, and none is added: the scheduler looks at 1024 jobs.
+/// Most jobs of a rank that wait: the largest one is then exchanged for a larger one. The scheduler looks at 1024 jobs.
 const MOST_WAITING: usize = 8;
+/// If more jobs of a rank run, they are merged once no job waits.
+const MOST_RUNNING: usize = 4;
 
 /// What pods of other schedulers use of all nodes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -42,17 +45,19 @@ pub struct OtherPods {
 /// What brings the shadow jobs of all ranks to what pods use there, beside what they use.
 pub(super) fn keep(round: &mut Round) -> (OtherPods, Vec<Action>) {
     let (all, none) = (by_rank(round), Shadows::default());
-    let by_others = held_by(round.jobs, |job| !matches!(job.class, JobClass::Shadow(_)));
+    let is_idle = round.jobs.iter().all(|job| job.state != JobState::Pending);
     let (mut found, mut steps) = (OtherPods::default(), Vec::new());
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
-        let by_others = by_others.get(rank).copied().unwrap_or_default();
+        let HeldCores { hosts, gangs, .. } = round.held_cores(*rank);
+        let by_others = hosts.saturating_add(gangs);
+        let used = used_on(round, target);
         let wanted = wanted_on(round, target);
         found.cores = found.cores.saturating_add(wanted);
-        let overlapping = by_others.saturating_add(wanted).saturating_sub(target.cores).min(wanted);
+        let overlapping = by_others.saturating_add(used).saturating_sub(target.cores).min(used);
         found.overlapping = found.overlapping.saturating_add(overlapping);
         let free = target.cores.saturating_sub(by_others).saturating_sub(shadows.allocated());
-        steps.extend(shadows.steps(wanted, free, |cores| request(round, target, cores)));
+        steps.extend(shadows.steps(wanted, (*rank, free, is_idle), |cores| request(round, target, cores)));
     }
     // A member whose Node can't be read may still have its pods.
     let left = round.jobs.shadows().filter(|(job, shadow)| job.is_active() && !is_of_member(round, shadow));
@@ -69,7 +74,7 @@ pub(super) struct Asked {
     pub is_disabled: bool,
 }
 
-/// After a start of the lead's broker: asks for what other pods use. Jobs are only added, up to the cores of each rank, so this ends
+/// After a start of the lead's broker: asks for what other pods use. Only more is asked for, up to the cores of each rank, so this ends
 /// however often pods change. A rank whose job is refused is added to `given_up`, and not waited for until the recovery ends.
 pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Asked {
     let (all, none) = (by_rank(round), Shadows::default());
@@ -88,7 +93,7 @@ pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> A
             () if given_up.contains(rank) => {}
             () => {
                 asked.is_submitting = true;
-                steps.push(ShadowStep::Submit(request(round, target, wanted - shadows.pending())));
+                steps.push(shadows.ask_for_more(wanted - shadows.pending(), |cores| request(round, target, cores)));
             }
         }
     }
@@ -109,7 +114,7 @@ pub(super) fn cancel_old(round: &mut Round) -> bool {
     let old = round
         .jobs
         .shadows()
-        .filter(|(job, shadow)| job.state != JobState::Ended && is_old(round, job) && is_replaced(shadow));
+        .filter(|(job, shadow)| job.state != JobState::Ended && is_old(round, job, shadow) && is_replaced(shadow));
     let old: Vec<_> = old.map(|(job, shadow)| (job, shadow.rank)).collect();
     let cancel = |(job, rank): &(&Job, Rank)| ShadowStep::Cancel { job: job.id, rank: *rank, why: REPLACED };
     let steps = old.iter().filter(|(job, _)| job.is_active()).map(cancel).collect();
@@ -118,12 +123,10 @@ pub(super) fn cancel_old(round: &mut Round) -> bool {
     !old.is_empty()
 }
 
-/// During a recovery: `job` is of the broker's earlier life. Nothing is allocated while the queues are stopped. One that waited before would
-/// be in front of the pins.
-fn is_old(round: &Round, job: &Job) -> bool {
-    let is_recovering = !round.broker.is_recovered;
-    let began = round.broker.in_run_since.unwrap_or_default();
-    is_recovering && (job.state != JobState::Pending || job.submitted.saturating_add(SECOND) < began)
+/// During a recovery: the job is of the broker's earlier life. Nothing is allocated while the queues are stopped. One that waited before
+/// would be in front of the pins.
+fn is_old(round: &Round, job: &Job, shadow: &Shadow) -> bool {
+    !round.broker.is_recovered && (job.state != JobState::Pending || shadow.life != round.broker.life)
 }
 
 /// The node that it is for is still a member, with the same rank.
@@ -152,15 +155,21 @@ fn possible(round: &mut Round, all: &BTreeMap<Rank, Shadows>, steps: Vec<ShadowS
     actions
 }
 
-/// How many cores of `target` shadow jobs are to hold.
-fn wanted_on(round: &Round, target: &Target) -> u32 {
+/// How many cores of `target` pods use that no job of a gang holds.
+fn used_on(round: &Round, target: &Target) -> u32 {
     let requested = round.usage.all(&target.node).requests.cpu;
-    wanted(target, requested, round.cores_of_gangs(target.rank), round.world.settings.tolerance)
+    let by_gangs = round.gang_cores(target.rank).requested;
+    used_cores(target, requested.saturating_sub(by_gangs), round.world.settings.tolerance)
+}
+
+/// How many cores of `target` shadow jobs are to hold: never more than is left of the rank, because Flux refuses a job that asks for more.
+fn wanted_on(round: &Round, target: &Target) -> u32 {
+    used_on(round, target).min(target.cores.saturating_sub(round.gang_cores(target.rank).cores))
 }
 
 fn request(round: &Round, target: &Target, cores: u32) -> ShadowRequest {
-    let duration = round.world.settings.default_duration;
-    ShadowRequest { rank: target.rank, node: target.node.clone(), cores, duration }
+    let (life, duration) = (round.broker.life.clone(), round.world.settings.default_duration);
+    ShadowRequest { rank: target.rank, node: target.node.clone(), life, cores, duration }
 }
 
 /// The shadow jobs of a rank.
@@ -169,14 +178,15 @@ struct Shadows<'a> {
     /// Those that are active.
     jobs: Vec<OfRank<'a>>,
     /// Until when none is submitted, because Flux has ended one.
-    paused_until: Option<Millis>,
+    paused_until: Option<Moment>,
 }
 
 /// A shadow job of a rank.
 #[derive(Clone, Copy)]
 struct OfRank<'a> {
     job: &'a Job,
-    shadow: &'a Shadow,
+    /// How many of its rank's cores it holds or waits for.
+    cores: u32,
     /// It waits for its cores, and does so in this life of the broker.
     is_pending: bool,
 }
@@ -186,13 +196,18 @@ fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
     for (job, shadow) in round.jobs.shadows().filter(|(_, shadow)| is_of_member(round, shadow)) {
         let of_rank = all.entry(shadow.rank).or_default();
         if job.is_active() {
-            let is_pending = job.state == JobState::Pending && !is_old(round, job);
-            of_rank.jobs.push(OfRank { job, shadow, is_pending });
+            let is_pending = job.state == JobState::Pending && !is_old(round, job, shadow);
+            let of_slots = job.held().iter().filter(|slot| slot.rank == shadow.rank).map(|slot| slot.cores.len());
+            let held = u32::try_from(of_slots.sum::<usize>()).unwrap_or(u32::MAX);
+            let cores = if job.state == JobState::Pending { shadow.cores } else { held };
+            of_rank.jobs.push(OfRank { job, cores, is_pending });
         } else if let Some((cause, at)) = &job.ended_by {
             let pause = match cause {
                 Cause::Denied(_) => PAUSE,
-                // A reloaded scheduler ends what holds cores that are not declared any more. Nothing is wrong then.
-                Cause::Other(_) => SECOND,
+                // A scheduler ends what holds cores that are not declared any more, once it is reloaded or the broker restarted. Nothing
+                // is wrong then.
+                Cause::Other(_) if shadow.life == round.broker.life => SECOND,
+                Cause::Other(_) => continue,
                 Cause::Canceled | Cause::Ours => continue,
             };
             of_rank.paused_until = of_rank.paused_until.max(Some(at.saturating_add(pause)));
@@ -202,18 +217,18 @@ fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
 }
 
 impl<'a> Shadows<'a> {
-    fn is_paused(&self, now: Millis) -> bool {
+    fn is_paused(&self, now: Moment) -> bool {
         self.paused_until.is_some_and(|until| now < until)
     }
 
     /// How many cores they hold or wait for.
     fn cores(&self) -> u32 {
-        self.jobs.iter().map(|job| job.shadow.cores).sum()
+        sum(self.jobs.iter())
     }
 
     /// How many cores they wait for.
     fn pending(&self) -> u32 {
-        self.jobs.iter().filter(|job| job.is_pending).map(|job| job.shadow.cores).sum()
+        sum(self.waiting())
     }
 
     /// How many cores they hold.
@@ -221,33 +236,68 @@ impl<'a> Shadows<'a> {
         self.cores() - self.pending()
     }
 
+    fn waiting(&self) -> impl Iterator<Item = &OfRank<'a>> {
+        self.jobs.iter().filter(|job| job.is_pending)
+    }
+
     /// What makes them hold `wanted` cores. `free`: how many cores of the rank no job holds.
-    fn steps(&self, wanted: u32, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+    /// `is_idle`: no job waits for resources.
+    fn steps(
+        &self,
+        wanted: u32,
+        (rank, free, is_idle): (Rank, u32, bool),
+        request: impl Fn(u32) -> ShadowRequest,
+    ) -> Vec<ShadowStep> {
         match wanted.checked_sub(self.cores()) {
+            Some(0) if is_idle => self.merge(request).into_iter().collect(),
             Some(0) => self.split(free, request),
             Some(more) => self.grow(more, free.saturating_sub(self.pending()), request),
-            None => self.shrink(self.cores() - wanted, request),
+            None => self.shrink(self.cores() - wanted, rank, request),
         }
     }
 
+    /// Asks for `more` cores: for what is free by one job, and for the rest in parts.
     fn grow(&self, more: u32, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
-        let waiting = || self.jobs.iter().filter(|job| job.is_pending);
-        match waiting().max_by_key(|job| job.shadow.cores).filter(|_| free == 0 && waiting().count() >= MOST_WAITING) {
+        let at_once = more.min(free);
+        let of_free = (at_once > 0).then(|| ShadowStep::Submit(request(at_once)));
+        let places = MOST_WAITING.saturating_sub(self.waiting().count());
+        let rest = match more - at_once {
+            0 => Vec::new(),
+            rest if places == 0 => vec![self.ask_for_more(rest, request)],
+            rest => parts(rest, places).into_iter().map(|cores| ShadowStep::Submit(request(cores))).collect(),
+        };
+        of_free.into_iter().chain(rest).collect()
+    }
+
+    /// Asks for `more` cores by one job, in the place of another one if many wait.
+    fn ask_for_more(&self, more: u32, request: impl Fn(u32) -> ShadowRequest) -> ShadowStep {
+        let largest = self.waiting().max_by_key(|job| job.cores);
+        match largest.filter(|_| self.waiting().count() >= MOST_WAITING) {
             Some(largest) => {
-                let request = request(largest.shadow.cores.saturating_add(more));
-                vec![ShadowStep::Exchange { job: largest.job.id, request, why: MORE }]
+                let request = request(largest.cores.saturating_add(more));
+                ShadowStep::Exchange { jobs: vec![largest.job.id], request, why: MORE }
             }
-            None => sizes(more, free).into_iter().map(|cores| ShadowStep::Submit(request(cores))).collect(),
+            None => ShadowStep::Submit(request(more)),
         }
+    }
+
+    /// If they are many: one job in their place. Only when no job waits, which could get their cores. The scheduler takes back each job when
+    /// it is reloaded, one by one.
+    fn merge(&self, request: impl Fn(u32) -> ShadowRequest) -> Option<ShadowStep> {
+        let jobs = || self.jobs.iter().map(|job| job.job.id).collect();
+        (self.jobs.len() > MOST_RUNNING).then(|| ShadowStep::Exchange {
+            jobs: jobs(),
+            request: request(self.cores()),
+            why: MERGED,
+        })
     }
 
     /// If all jobs that wait are larger than what is free, because others were faster: takes what is free.
     fn split(&self, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
-        let waiting = self.jobs.iter().filter(|job| job.is_pending);
-        match waiting.min_by_key(|job| job.shadow.cores) {
-            Some(least) if (1..least.shadow.cores).contains(&free) => {
-                let rest = request(least.shadow.cores - free);
-                let exchange = ShadowStep::Exchange { job: least.job.id, request: rest, why: IN_PARTS };
+        match self.waiting().min_by_key(|job| job.cores) {
+            Some(least) if (1..least.cores).contains(&free) => {
+                let rest = request(least.cores - free);
+                let exchange = ShadowStep::Exchange { jobs: vec![least.job.id], request: rest, why: IN_PARTS };
                 vec![ShadowStep::Submit(request(free)), exchange]
             }
             _ => Vec::new(),
@@ -255,23 +305,23 @@ impl<'a> Shadows<'a> {
     }
 
     /// Gives up `excess` cores: those first that are waited for.
-    fn shrink(&self, mut excess: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+    fn shrink(&self, mut excess: u32, rank: Rank, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
         let mut steps = Vec::new();
         for is_pending in [true, false] {
             let mut jobs: Vec<OfRank<'a>> =
                 self.jobs.iter().filter(|job| job.is_pending == is_pending).copied().collect();
-            jobs.sort_by_key(|job| (Reverse(job.shadow.cores), Reverse(job.job.id)));
+            jobs.sort_by_key(|job| (Reverse(job.cores), Reverse(job.job.id)));
             let mut larger = None;
-            for OfRank { job, shadow, .. } in jobs {
-                if shadow.cores <= excess {
-                    excess -= shadow.cores;
-                    steps.push(ShadowStep::Cancel { job: job.id, rank: shadow.rank, why: FEWER });
+            for OfRank { job, cores, .. } in jobs {
+                if cores <= excess {
+                    excess -= cores;
+                    steps.push(ShadowStep::Cancel { job: job.id, rank, why: FEWER });
                 } else {
-                    larger = Some((job.id, shadow.cores));
+                    larger = Some((job.id, cores));
                 }
             }
             if let Some((job, cores)) = larger.filter(|_| excess > 0) {
-                steps.push(ShadowStep::Exchange { job, request: request(cores - excess), why: FEWER });
+                steps.push(ShadowStep::Exchange { jobs: vec![job], request: request(cores - excess), why: FEWER });
                 excess = 0;
             }
         }
@@ -279,37 +329,38 @@ impl<'a> Shadows<'a> {
     }
 }
 
-/// How `more` cores are asked for: what is free by one job, and the rest by jobs of 1, 2, 4 cores and so on, so that whatever comes free
-/// is held at once, by few jobs.
-fn sizes(more: u32, free: u32) -> Vec<u32> {
-    let at_once = more.min(free);
-    let mut left = more - at_once;
-    let mut sizes: Vec<u32> = (at_once > 0).then_some(at_once).into_iter().collect();
-    let mut next = 1;
+fn sum<'a>(jobs: impl Iterator<Item = &'a OfRank<'a>>) -> u32 {
+    jobs.fold(0, |sum, job| sum.saturating_add(job.cores))
+}
+
+/// How cores that are not free are asked for: by at most `most` jobs of 1, 2, 4 cores and so on, so that whatever comes free is held at
+/// once, by few jobs.
+fn parts(cores: u32, most: usize) -> Vec<u32> {
+    let (mut parts, mut left) = (Vec::new(), cores);
     while left > 0 {
-        let size = left.min(next);
-        sizes.push(size);
-        left -= size;
-        next *= 2;
+        let part = if parts.len() + 1 < most { left.min(1 << parts.len()) } else { left };
+        parts.push(part);
+        left -= part;
     }
-    sizes
+    parts
 }
 
 #[cfg(test)]
-mod size_tests {
-    use super::sizes;
+mod part_tests {
+    use super::parts;
 
     #[test]
-    fn what_is_free_is_asked_for_at_once_and_the_rest_in_parts() {
-        for (more, free, expected) in [
-            (3, 8, &[3][..]),
-            (3, 0, &[1, 2]),
-            (8, 2, &[2, 1, 2, 3]),
-            (128, 0, &[1, 2, 4, 8, 16, 32, 64, 1]),
-            (u32::MAX, u32::MAX, &[u32::MAX]),
-            (0, 4, &[]),
+    fn what_is_not_free_is_asked_for_in_few_parts() {
+        for (cores, most, expected) in [
+            (0, 8, &[][..]),
+            (3, 8, &[1, 2]),
+            (6, 8, &[1, 2, 3]),
+            (128, 8, &[1, 2, 4, 8, 16, 32, 64, 1]),
+            (256, 8, &[1, 2, 4, 8, 16, 32, 64, 129]),
+            (121, 1, &[121]),
+            (u32::MAX, 2, &[1, u32::MAX - 1]),
         ] {
-            assert_eq!(sizes(more, free), expected, "{more} cores, {free} free");
+            assert_eq!(parts(cores, most), expected, "{cores} cores by {most} jobs");
         }
     }
 }

@@ -46,7 +46,7 @@ pub(super) fn start<'a>(
 ) -> Progress {
     let pods: Vec<&PodView> = gang.waiting().collect();
     let fits = |held: &&Held| {
-        held.is_whole(gang.size) && pods.iter().all(|pod| is_large_enough((held.job, held.bridged), pod))
+        held.is_whole(gang.size) && pods.iter().all(|pod| is_large_enough((held.job, held.gang_job), pod))
     };
     let avoided = avoided(round, memory, gang, &pods);
     let mut whole = holdings.jobs.iter().filter(fits);
@@ -54,7 +54,7 @@ pub(super) fn start<'a>(
         return bind_all(round, memory, gang, &pods, held, avoided);
     }
     let newest = whole.next_back();
-    let threads = newest.map(|held| held.bridged.record.threads);
+    let threads = newest.map(|held| held.gang_job.record.threads);
     let request = request(round, gang, &pods, &avoided, threads);
     ask(round, gang, request, newest.filter(|held| held.job.state == JobState::Pending), queue)
 }
@@ -97,7 +97,7 @@ fn wait<'a>(
     queue: &mut Vec<WaitingJob<'a>>,
 ) -> Option<Words> {
     let (may_change, queued) = (may_change_at(held.job), request.record.queued);
-    if is_as_wanted(round, held.bridged, &request) {
+    if is_as_wanted(round, held.gang_job, &request) {
         let place = QueuePlace::of(gang, &request.record);
         queue.push(WaitingJob { job: held.job, request, place });
     } else if round.now >= may_change {
@@ -120,7 +120,7 @@ fn bind_all(
     let ranks: Vec<_> = dealt.iter().map(|(pod, slot)| (*pod, slot.rank)).collect();
     let failing = check(&ranks, &round.world.targets, &round.usage);
     let needed = [held.job.id].into();
-    if round.has_unseen(&held.bridged.record) {
+    if round.has_unseen(&held.gang_job.record) {
         return Progress { needed, words: None };
     }
     if failing.is_empty() {
@@ -131,7 +131,7 @@ fn bind_all(
     }
     avoided.extend(failing.keys());
     memory.avoided.insert(gang.id.clone(), avoided.clone());
-    match request(round, gang, pods, &avoided, Some(held.bridged.record.threads)) {
+    match request(round, gang, pods, &avoided, Some(held.gang_job.record.threads)) {
         Ok(request) => {
             round.resubmit(held.job, request);
             Progress { needed, words: None }

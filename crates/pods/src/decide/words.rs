@@ -7,7 +7,7 @@ use crate::{
     jobs::{Job, JobState},
     place::NoPlace,
     pod::PodView,
-    time::{Millis, SECOND},
+    time::{Millis, Moment, SECOND},
 };
 
 /// How long a gang waits in the queue before the bridge says so about its pods.
@@ -65,7 +65,7 @@ impl Words {
 
     /// The gang of `job` has waited in the queue since the moment `queued`; None for the first moments. Sees to it that there is a round
     /// when the words change.
-    pub fn queued(round: &mut Round, job: &Job, queued: Millis) -> Option<Self> {
+    pub fn queued(round: &mut Round, job: &Job, queued: Moment) -> Option<Self> {
         let (tell_at, autoscale_at) = (queued.saturating_add(TELL_AFTER), queued.saturating_add(AUTOSCALE_AFTER));
         round.wake_at(tell_at);
         round.wake_at(autoscale_at);
@@ -125,7 +125,7 @@ pub(super) fn tell_bound(
 }
 
 /// True if kubelet has had [`TAKE_UP_WITHIN`] for `pod` and has not taken it up.
-pub(super) fn is_not_taken_up(pod: &PodView, now: Millis) -> bool {
+pub(super) fn is_not_taken_up(pod: &PodView, now: Moment) -> bool {
     let bound = pod.bound.filter(|_| pod.stays() && !pod.is_taken_up);
     bound.is_some_and(|bound| now >= bound.saturating_add(TAKE_UP_WITHIN))
 }

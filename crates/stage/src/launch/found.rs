@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{LaunchError, Places, record::RunRecord, systemd::Systemd};
+use super::{HostPlaces, LaunchError, record::RunRecord, systemd::Systemd};
 use api::{Rank, Roster};
 use broker::command::{BrokerIdentity, launch};
 use host::{Root, cgroup, facts, log, opening::beginning_of, process::Identity, state, trust, users};
@@ -118,7 +118,7 @@ impl CommandLine {
     }
 }
 
-impl Places {
+impl HostPlaces {
     /// Looks for a broker without its record: the unit's main process, else the first process in the broker's cgroup,
     /// which also contains jobs, that has a broker's command line.
     pub(super) fn find(&self) -> Result<Option<UnrecordedBroker>, LaunchError> {

@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeSet, fs, io};
 
-use super::Places;
+use super::HostPlaces;
 use broker::unit::SERVICE;
 use host::{BrokerProcesses, cgroup, process::Stat};
 
@@ -14,7 +14,7 @@ const UNIT_CGROUP: &str = "flux.slice/flux-broker.service";
 /// The kernel's name for flux-shell(1); one runs on each node of a job until the job ends.
 const JOB_SHELL: &str = "flux-shell";
 
-impl BrokerProcesses for Places {
+impl BrokerProcesses for HostPlaces {
     fn members(&self) -> io::Result<BTreeSet<i32>> {
         let broker = self.record().and_then(|record| Some((self.process(&record)?.pid, record.systemd)));
         let mut members = self.members_with(broker.filter(|(_, systemd)| *systemd).map(|(pid, _)| pid))?;
@@ -23,7 +23,7 @@ impl BrokerProcesses for Places {
     }
 }
 
-impl Places {
+impl HostPlaces {
     /// How many jobs have a shell here. `unit` is the main process of the broker's unit, if it has one.
     pub(super) fn job_shells(&self, unit: Option<i32>) -> io::Result<usize> {
         Ok(self.members_with(unit)?.into_iter().filter(|pid| is_job_shell(*pid)).count())

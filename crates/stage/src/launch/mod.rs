@@ -59,7 +59,7 @@ pub struct BrokerView {
 
 /// Paths of the broker's files on a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Places {
+pub struct HostPlaces {
     /// Directory of record and lock.
     pub run_dir: PathBuf,
     /// The broker's rundir.
@@ -72,7 +72,7 @@ pub struct Places {
     pub systemd: Option<Systemd>,
 }
 
-impl Places {
+impl HostPlaces {
     /// The paths on the host that this process sees.
     pub fn of_host() -> Self {
         Self {
@@ -90,7 +90,7 @@ impl Places {
 /// # Errors
 /// If it can't be started, or an unknown broker runs; see [`LaunchError`].
 pub fn start(order: &LaunchOrder) -> Result<RunningBroker, Refusal> {
-    Places::of_host().start(order)
+    HostPlaces::of_host().start(order)
 }
 
 /// Stops the broker and all other processes in its cgroup, and waits for their end.
@@ -98,13 +98,13 @@ pub fn start(order: &LaunchOrder) -> Result<RunningBroker, Refusal> {
 /// # Errors
 /// If one does not end, or an unknown broker runs; see [`LaunchError`].
 pub fn stop(order: &StopOrder) -> Result<(), Refusal> {
-    Places::of_host().stop(order)
+    HostPlaces::of_host().stop(order)
 }
 
 /// Looks for the broker, and restores its record if that was lost. Its log is below `prefix`, or if that is None, below
 /// the prefix that it was started with.
 pub fn observe(prefix: Option<&Path>) -> BrokerView {
-    Places::of_host().observe(prefix)
+    HostPlaces::of_host().observe(prefix)
 }
 
 /// Removes what a start left on the host outside the prefix: unit, record, rundir, cgroups.
@@ -112,10 +112,10 @@ pub fn observe(prefix: Option<&Path>) -> BrokerView {
 /// # Errors
 /// If a broker still runs, or something can't be removed; see [`LaunchError`].
 pub fn forget() -> Result<(), Refusal> {
-    Places::of_host().forget()
+    HostPlaces::of_host().forget()
 }
 
-impl Places {
+impl HostPlaces {
     /// See [`start`].
     ///
     /// # Errors

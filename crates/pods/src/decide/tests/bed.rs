@@ -11,17 +11,17 @@ use crate::{
     allocation::Slot,
     decide::{Decision, Memory, decide},
     fixture::{job_events, targets},
-    jobs::{BridgedJob, JobClass, Jobs, REMEMBERED, classify},
+    jobs::{GangJob, JobClass, Jobs, REMEMBERED, classify},
     jobspec::Shape,
     pod::{FORCED_HOLD, Phase, PodView},
     requests::cores,
     shadow::Shadow,
-    time::Millis,
+    time::{Millis, Moment},
     world::{Broker, Pods, Queues, World},
 };
 
 /// When a test begins.
-pub(super) const BEGIN: Millis = 1_800_000_000_000;
+pub(super) const BEGIN: Moment = 1_800_000_000_000;
 
 /// A job that Flux has.
 pub(super) struct FluxJob {
@@ -31,7 +31,7 @@ pub(super) struct FluxJob {
 }
 
 impl FluxJob {
-    pub fn bridged(&self) -> Option<Box<BridgedJob>> {
+    pub fn gang_job(&self) -> Option<Box<GangJob>> {
         match classify(&self.jobspec, true) {
             JobClass::Gang(job) => Some(job),
             JobClass::Host | JobClass::Shadow(_) => None,
@@ -53,11 +53,11 @@ pub(super) struct Bed {
     /// What the bridge knows.
     pub seen: World,
     pub memory: Memory,
-    pub now: Millis,
+    pub now: Moment,
     /// The pods as they are.
     pub pods: BTreeMap<String, PodView>,
     /// Pods that were deleted by force while they ran, and until when they run on.
-    pub ghosts: BTreeMap<String, (PodView, Millis)>,
+    pub ghosts: BTreeMap<String, (PodView, Moment)>,
     /// The jobs as they are.
     pub jobs: BTreeMap<JobId, FluxJob>,
     pub down: BTreeSet<Rank>,
@@ -211,7 +211,7 @@ impl Bed {
     }
 
     /// The clock, and what depends on nothing else.
-    pub fn set_time(&mut self, now: Millis) {
+    pub fn set_time(&mut self, now: Moment) {
         self.now = now;
         self.ghosts.retain(|_, (_, until)| *until > now);
         let pods = self.seen.pods.as_mut().unwrap();
@@ -365,7 +365,7 @@ impl Bed {
 
     /// Nobody can know of a pod that was deleted by force while no agent ran, if its job is lost as well.
     pub fn forget_unknown(&mut self) {
-        let members = self.jobs.values().filter_map(FluxJob::bridged).flat_map(|job| job.record.members);
+        let members = self.jobs.values().filter_map(FluxJob::gang_job).flat_map(|job| job.record.members);
         let listed: BTreeSet<_> = members.map(|member| member.uid).collect();
         let seen = &self.seen.pods.as_ref().unwrap().by_uid;
         self.ghosts.retain(|uid, _| seen.contains_key(uid) || listed.contains(uid));
@@ -408,7 +408,7 @@ impl Bed {
             let slots = self.jobs.values().filter(|job| of(job)).filter_map(|job| job.slots.as_ref()).flatten();
             slots.filter(|slot| slot.rank == rank).map(|slot| u32::try_from(slot.cores.len()).unwrap()).sum()
         };
-        (cores(&|job| job.bridged().is_some()), cores(&|_| true))
+        (cores(&|job| job.gang_job().is_some()), cores(&|_| true))
     }
 
     /// Cores of `rank` that shadow jobs hold, and those that they wait for.
@@ -439,7 +439,7 @@ impl Bed {
     /// The bridge's jobs that have not ended, with their slots: `default/g 2x1 @0-1`.
     pub fn shown_jobs(&self) -> Vec<String> {
         let shown = |(_, job): (&JobId, &FluxJob)| {
-            let BridgedJob { record, shape } = *job.bridged()?;
+            let GangJob { record, shape } = *job.gang_job()?;
             let ranks: Option<api::IdSet> =
                 job.slots.as_ref().map(|slots| slots.iter().map(|slot| slot.rank).collect());
             let place = ranks.map_or("waits".to_owned(), |ranks| format!("@{ranks}"));

@@ -6,8 +6,8 @@ use super::bed::{Bed, News};
 use crate::{
     action::{Action, ShadowStep},
     allocation::Slot,
-    jobs::NOTE,
-    jobspec::PINNED_URGENCY,
+    jobs::OUR_NOTE,
+    jobspec::USED_CORES_URGENCY,
     pod::PodView,
     time::{Millis, SECOND},
     world::Queues,
@@ -26,7 +26,7 @@ impl Bed {
         match action {
             Action::Submit(request) => self.submit(&request.jobspec(), request.urgency, serial),
             Action::Resubmit { job, request } => {
-                self.cancel_for(*job, NOTE, serial);
+                self.cancel_for(*job, OUR_NOTE, serial);
                 self.submit(&request.jobspec(), request.urgency, serial);
             }
             Action::Cancel { job, note, .. } => self.cancel_for(*job, note, serial),
@@ -71,11 +71,11 @@ impl Bed {
                 let resumed = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
                 (resumed.is_suspended, resumed.suspended_for) = (false, None);
             }
-            Action::Shadow(ShadowStep::Submit(request)) => self.submit(&request.jobspec(), PINNED_URGENCY, serial),
-            Action::Shadow(ShadowStep::Cancel { job, .. }) => self.cancel_for(*job, NOTE, serial),
-            Action::Shadow(ShadowStep::Exchange { job, request, .. }) => {
-                self.submit(&request.jobspec(), PINNED_URGENCY, serial);
-                self.cancel_for(*job, NOTE, serial);
+            Action::Shadow(ShadowStep::Submit(request)) => self.submit(&request.jobspec(), USED_CORES_URGENCY, serial),
+            Action::Shadow(ShadowStep::Cancel { job, .. }) => self.cancel_for(*job, OUR_NOTE, serial),
+            Action::Shadow(ShadowStep::Exchange { jobs, request, .. }) => {
+                self.submit(&request.jobspec(), USED_CORES_URGENCY, serial);
+                jobs.iter().for_each(|job| self.cancel_for(*job, OUR_NOTE, serial));
             }
             Action::StopQueues(_) => self.broker().queues = Queues::Stopped,
             Action::StartQueues => {

@@ -236,7 +236,7 @@ fn a_job_is_submitted_again_if_it_may_run_elsewhere_by_now() {
     bed.seen.targets.get_mut(&0).unwrap().labels.insert("gpu".into(), "yes".into());
     bed.pass(5 * SECOND);
     let permits = |bed: &Bed, rank| -> Vec<bool> {
-        let jobs = bed.jobs.values().filter_map(FluxJob::bridged);
+        let jobs = bed.jobs.values().filter_map(FluxJob::gang_job);
         jobs.map(|job| job.shape.constraint.permits(rank)).collect()
     };
     assert_eq!((permits(&bed, 0), permits(&bed, 1)), (vec![true, true], vec![true, false]));

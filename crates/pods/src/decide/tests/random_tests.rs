@@ -5,9 +5,9 @@ use crate::{
     action::Action,
     decide::Standing,
     fixture::{annotated, foreign, kube_job, of_job, pod},
-    jobs::NOTE,
+    jobs::OUR_NOTE,
     pod::{FORCED_HOLD, Phase, PodView},
-    shadow::wanted,
+    shadow::used_cores,
     time::SECOND,
     world::Queues,
 };
@@ -177,13 +177,13 @@ impl Play {
             }
             30..32 => {
                 // A bridge that has forgotten something ends a job too early.
-                let id = self.bed.jobs.iter().find(|(_, job)| job.bridged().is_some()).map(|(id, _)| *id);
+                let id = self.bed.jobs.iter().find(|(_, job)| job.gang_job().is_some()).map(|(id, _)| *id);
                 if let Some(id) =
                     id.filter(|_| self.bed.broker().queues != Queues::Offline && self.random.below(20) == 0)
                 {
                     self.bed.broker().queues = Queues::Stopped;
                     self.bed.broker().is_recovered = false;
-                    self.bed.cancel(id, NOTE);
+                    self.bed.cancel(id, OUR_NOTE);
                     self.bed.forget_unknown();
                 }
                 "a job is lost"
@@ -210,7 +210,7 @@ impl Play {
         let bed = &self.bed;
         let broker = bed.seen.broker.as_ref().unwrap();
         for (rank, target) in &bed.seen.targets {
-            let (bridged, all) = bed.held(*rank);
+            let (of_gangs, all) = bed.held(*rank);
             assert!(all <= target.cores, "cores of rank {rank} are held twice");
             let cores: Vec<u32> = bed
                 .jobs
@@ -222,17 +222,17 @@ impl Play {
                 .collect();
             assert_eq!(cores.len(), cores.iter().collect::<std::collections::BTreeSet<_>>().len());
             // What runs on a rank that was down during recovery waits for its cores, and so does what runs until then.
-            let waits = bed.jobs.values().filter_map(|job| Some((job, job.bridged()?.record.pinned?)));
+            let waits = bed.jobs.values().filter_map(|job| Some((job, job.gang_job()?.record.pinned?)));
             let waits = waits.filter(|(job, pinned)| job.slots.is_none() && pinned == rank).count();
             let is_open = broker.is_recovered && broker.queues == Queues::Started;
             if is_open && waits == 0 {
                 assert!(
-                    bed.used(*rank) <= bridged,
-                    "rank {rank}: pods use {} cores and jobs hold {bridged}",
+                    bed.used(*rank) <= of_gangs,
+                    "rank {rank}: pods use {} cores and jobs hold {of_gangs}",
                     bed.used(*rank)
                 );
             }
-            let hosts = all - bridged;
+            let hosts = all - of_gangs;
             if is_open && !bed.down.contains(rank) {
                 assert!(
                     bed.used(*rank) + hosts <= target.cores,
@@ -261,7 +261,10 @@ impl Play {
         for (rank, target) in &self.bed.seen.targets {
             let (requested, used) = (self.bed.requested(*rank), self.bed.used(*rank));
             let (held, waits) = self.bed.shadows(*rank);
-            let expected = wanted(target, requested, used, self.bed.seen.settings.tolerance);
+            // All pods of gangs request whole cores here.
+            let by_others = requested - 1000 * u64::from(used);
+            let used_by_others = used_cores(target, by_others, self.bed.seen.settings.tolerance);
+            let expected = used_by_others.min(target.cores.saturating_sub(used));
             assert_eq!(
                 held + waits,
                 expected,
@@ -295,7 +298,7 @@ impl Play {
         let names: Vec<_> = self.bed.pods.values().map(|pod| pod.name.clone()).collect();
         names.iter().for_each(|name| self.bed.vanish(name));
         self.bed.pass(2 * FORCED_HOLD);
-        let left: Vec<_> = self.bed.jobs.values().filter_map(FluxJob::bridged).map(|job| job.record.gang).collect();
+        let left: Vec<_> = self.bed.jobs.values().filter_map(FluxJob::gang_job).map(|job| job.record.gang).collect();
         assert_eq!(left, [], "held for nobody");
         assert!((0..4).all(|rank| self.bed.shadows(rank) == (0, 0)), "held for other pods that are gone");
     }

@@ -11,8 +11,8 @@ use crate::{
     action::Action,
     decide::{Recovery, Standing, recovery::MOST_CHANGES},
     fixture::pod,
-    jobs::NOTE,
-    jobspec::{FIRST_URGENCY, PINNED_URGENCY},
+    jobs::OUR_NOTE,
+    jobspec::{FIRST_URGENCY, USED_CORES_URGENCY},
     pod::{FORCED_HOLD, Phase, PodView},
     time::SECOND,
     world::Queues,
@@ -55,7 +55,7 @@ fn pods_that_run_get_their_cores_again_before_anybody_else() {
         assert_eq!(bed.bound(), before, "{what}");
         assert_eq!(bed.shown_jobs(), ["default/q 2x1 waits", "default/g 2x1 @0", "default/g 1x1 @1"], "{what}");
         assert!(!bed.done.iter().any(|action| matches!(action, Action::Evict { .. } | Action::SuspendJob { .. })));
-        assert!(bed.jobs.values().filter(|job| job.slots.is_some()).all(|job| job.urgency == PINNED_URGENCY));
+        assert!(bed.jobs.values().filter(|job| job.slots.is_some()).all(|job| job.urgency == USED_CORES_URGENCY));
         ["g0", "g1", "g2"].into_iter().for_each(|name| bed.end(name, Phase::Succeeded));
         bed.settle();
         assert_eq!(bed.bound(), ["q0@node0", "q1@node0"], "{what}");
@@ -174,7 +174,7 @@ fn nothing_waits_for_a_gang_whose_jobs_flux_refuses() {
         bed.seen.refused.clear();
         bed.settle();
         assert!(before.iter().all(|pod| bed.bound().contains(pod)), "{what}");
-        let asked: u32 = bed.jobs.values().filter_map(FluxJob::bridged).map(|job| job.shape.slots).sum();
+        let asked: u32 = bed.jobs.values().filter_map(FluxJob::gang_job).map(|job| job.shape.slots).sum();
         assert_eq!(asked, 5, "{what}: {:?}", bed.shown_jobs());
     }
 }
@@ -310,10 +310,10 @@ fn a_job_that_ended_while_its_pod_runs_is_replaced_by_a_pin() {
     bed.create(gang("g", 2));
     bed.settle();
     bed.run_all();
-    bed.cancel(JobId(1), NOTE);
+    bed.cancel(JobId(1), OUR_NOTE);
     bed.pass(10 * SECOND);
     assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0"]);
-    let pinned = bed.jobs.values().filter_map(FluxJob::bridged).all(|job| job.record.pinned == Some(0));
+    let pinned = bed.jobs.values().filter_map(FluxJob::gang_job).all(|job| job.record.pinned == Some(0));
     assert!(pinned && bed.pods.values().all(|pod| !pod.is_deleting()));
 }
 

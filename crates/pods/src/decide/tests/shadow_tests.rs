@@ -1,12 +1,15 @@
 //! What pods of other schedulers use is held by shadow jobs.
 
-use super::{bed::Bed, gang};
+use serde_json::json;
+
+use super::{bed::Bed, gang, gang_id};
 use crate::{
-    action::Action,
+    action::{Action, ShadowStep},
     decide::{OtherPods, Recovery, Standing},
-    fixture::{bound, foreign, pod},
-    jobspec::PINNED_URGENCY,
+    fixture::{annotated, bound, foreign, pod},
+    jobspec::USED_CORES_URGENCY,
     pod::{FORCED_HOLD, Phase, PodView},
+    requests::Requests,
     shadow::Shadow,
     time::SECOND,
     world::{PAUSE, Queues},
@@ -43,7 +46,7 @@ fn cores_that_other_pods_use_are_given_to_nobody_else() {
     bed.create([foreign("db", 1000)]);
     bed.settle();
     assert_eq!((bed.shadows(0), sizes(&bed)), ((3, 0), vec![2, 1]), "what grows is one more job");
-    assert!(bed.jobs.values().filter(|job| job.urgency == PINNED_URGENCY).count() == 2);
+    assert!(bed.jobs.values().filter(|job| job.urgency == USED_CORES_URGENCY).count() == 2);
     bed.end("web", Phase::Succeeded);
     bed.settle();
     assert_eq!((bed.shadows(0), sizes(&bed)), ((1, 0), vec![1]), "the job of that size has ended");
@@ -79,6 +82,64 @@ fn a_pod_of_the_bridge_that_is_resized_has_the_difference_held_too() {
     bed.restart_broker(|_| true, false);
     bed.settle();
     assert_eq!((bed.shadows(0), bed.shown_jobs()), ((0, 0), vec!["default/a 1x3 @0".to_owned()]));
+}
+
+#[test]
+fn what_a_pod_in_anothers_slot_asks_for_later_is_held_too() {
+    let mut bed = Bed::new(&[4]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    bed.end("g1", Phase::Failed);
+    bed.create([PodView { hints: bed.pods["uid-g0"].hints.clone(), ..pod("successor", 1) }]);
+    bed.settle();
+    bed.run_all();
+    assert_eq!(bed.bound(), ["g0@node0", "successor@node0"]);
+    bed.change("successor", |pod| pod.requests.cpu = 3000);
+    bed.settle();
+    assert_eq!((bed.held(0), bed.shadows(0)), ((2, 4), (2, 0)), "no job lists the successor");
+}
+
+#[test]
+fn pods_of_flux_that_request_little_take_no_cores_from_other_pods() {
+    for milli in [0, 50, 750] {
+        let mut bed = beside_web(2500);
+        bed.create(["a", "b"].map(|name| {
+            let mut small = pod(name, 1);
+            small.requests.cpu = milli;
+            small
+        }));
+        bed.settle();
+        bed.submit_host_job(1, 1);
+        bed.settle();
+        assert_eq!((bed.held(0), bed.shadows(0), reported(&mut bed)), ((2, 4), (2, 0), (2, 0)), "{milli}");
+    }
+}
+
+#[test]
+fn a_gang_that_gets_no_pin_takes_no_cores_from_other_pods() {
+    // It requests nothing, and a pin would hold a core for it.
+    let requests = Requests::default();
+    let forged = PodView { requests, phase: Phase::Running, is_taken_up: true, ..annotated("forged", "f", 2) };
+    let forged = PodView { bound: Some(0), ..bound(forged) };
+    let is_alike = |bed: &Bed| (bed.shadows(0), bed.shown_jobs()) == ((3, 0), vec![]);
+
+    let mut bed = beside_web(3500);
+    bed.seen.refused.insert(gang_id("f"), "its job is refused".to_owned());
+    bed.create([forged.clone()]);
+    bed.settle();
+    assert!(is_alike(&bed), "{:?} {:?}", bed.shadows(0), bed.shown_jobs());
+
+    let mut bed = beside_web(3500);
+    bed.restart_broker(|_| true, false);
+    bed.decide();
+    bed.create([forged]);
+    while bed.broker().queues == Queues::Stopped {
+        bed.deliver(usize::MAX, usize::MAX);
+        let decision = bed.decide();
+        decision.actions.iter().for_each(|action| bed.carry_out(action));
+    }
+    assert_eq!(bed.shadows(0), (0, 3), "they are first in the queue");
 }
 
 #[test]
@@ -129,7 +190,10 @@ fn other_pods_have_their_cores_first_after_a_restart_of_the_broker() {
         bed.settle();
         assert_eq!(bed.bound(), ["db@node1", "g0@node1", "web@node0"], "{what}");
         assert_eq!((bed.shadows(0), bed.shadows(1)), ((2, 0), (1, 0)), "{what}");
-        assert!(bed.jobs.values().filter(|job| job.slots.is_some()).all(|job| job.urgency == PINNED_URGENCY), "{what}");
+        assert!(
+            bed.jobs.values().filter(|job| job.slots.is_some()).all(|job| job.urgency == USED_CORES_URGENCY),
+            "{what}"
+        );
         assert_eq!(bed.decide().report.standing, Standing::Serving);
     }
 }
@@ -146,6 +210,41 @@ fn a_recovery_ends_though_other_pods_come_and_go() {
     }
     bed.settle();
     assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::Started, (3, 0)));
+}
+
+#[test]
+fn a_recovery_ends_though_the_clock_was_set_back_or_the_bridge_connects_again() {
+    let mut bed = beside_web(1500);
+    bed.restart_broker(|_| true, false);
+    bed.broker().in_run_since = Some(bed.now + 3600 * SECOND);
+    bed.settle();
+    assert_eq!((bed.broker().queues, bed.shadows(0), sizes(&bed)), (Queues::Started, (1, 0), vec![1]));
+    bed.restart_broker(|_| true, false);
+    let decision = bed.decide();
+    decision.actions.iter().for_each(|action| bed.carry_out(action));
+    bed.deliver(usize::MAX, usize::MAX);
+    bed.set_time(bed.now + 60 * SECOND);
+    bed.broker().in_run_since = Some(bed.now);
+    bed.settle();
+    let submitted = bed.done.iter().filter(|action| matches!(action, Action::Shadow(ShadowStep::Submit(_)))).count();
+    assert_eq!((bed.broker().queues, sizes(&bed), submitted), (Queues::Started, vec![1], 3), "once for each restart");
+}
+
+#[test]
+fn a_rank_whose_old_shadow_job_the_scheduler_has_ended_is_asked_for_in_the_same_recovery() {
+    let mut bed = beside_web(1500);
+    bed.restart_broker(|_| true, false);
+    let old = *bed.jobs.keys().next().unwrap();
+    let ended =
+        json!({"name": "exception", "type": "scheduler-restart", "severity": 0, "note": "failed to reallocate R"});
+    bed.end_job(old, &[ended], 0);
+    bed.submit_host_job(1, 4);
+    bed.settle();
+    assert_eq!(
+        (bed.broker().queues, bed.shadows(0), bed.held(0)),
+        (Queues::Started, (1, 0), (0, 1)),
+        "the host job waits"
+    );
 }
 
 #[test]
@@ -279,6 +378,37 @@ fn no_rank_has_many_jobs_that_wait() {
     }
     assert_eq!(bed.shadows(0), (0, 12));
     assert!(sizes(&bed).len() <= 8, "{:?}", sizes(&bed));
+}
+
+#[test]
+fn no_rank_has_many_jobs_that_wait_though_pods_use_much_more_at_once() {
+    let mut bed = Bed::new(&[512]);
+    bed.submit_host_job(1, 512);
+    bed.settle();
+    for (number, milli) in [1000, 1000, 1000, 1000, 1000, 121_000, 256_000].into_iter().enumerate() {
+        bed.create([foreign(&format!("web{number}"), milli)]);
+        bed.settle();
+        assert!(sizes(&bed).len() <= 8, "{:?}", sizes(&bed));
+    }
+    assert_eq!(bed.shadows(0), (0, 382));
+}
+
+#[test]
+fn many_shadow_jobs_of_a_rank_are_merged_once_no_job_waits() {
+    let mut bed = Bed::new(&[16]);
+    bed.submit_host_job(1, 6);
+    bed.settle();
+    let waits = *bed.jobs.keys().last().unwrap();
+    bed.submit_host_job(1, 16);
+    for number in 0..8 {
+        bed.create([foreign(&format!("web{number}"), 1000)]);
+        bed.settle();
+    }
+    assert_eq!((bed.shadows(0), sizes(&bed).len()), ((8, 0), 8), "not while a job waits");
+    let waits = *bed.jobs.keys().find(|id| **id > waits).unwrap();
+    bed.cancel(waits, "");
+    bed.settle();
+    assert_eq!((bed.shadows(0), sizes(&bed)), ((8, 0), vec![8]));
 }
 
 #[test]

@@ -22,7 +22,7 @@ use broker::{
 };
 use pods::{
     constraint::Constraint,
-    jobs::NOTE,
+    jobs::OUR_NOTE,
     jobspec::JobRequest,
     occupied::Occupied,
     record::{GangId, GangKind, JobRecord, MemberPod},
@@ -100,7 +100,7 @@ fn scheduler(flux: &Path, lead: &RealBroker) -> &'static str {
 }
 
 #[tokio::test]
-async fn a_bridged_job_holds_its_cores_from_alloc_to_finish_and_is_never_started_before() {
+async fn a_job_of_a_gang_holds_its_cores_from_alloc_to_finish_and_is_never_started_before() {
     let Some(flux) = flux() else { return };
     let base = tempfile::tempdir().unwrap();
     let (_lead, client) = lead(&flux, base.path(), 1, "0-3").await;
@@ -353,7 +353,7 @@ async fn without_a_record_a_crash_leaves_the_queue_open() {
 }
 
 /// Submits a job of the bridge for one pod of a gang of this kind.
-async fn bridged(client: &Client, kind: GangKind, cores: u32) -> JobId {
+async fn submit_gang_job(client: &Client, kind: GangKind, cores: u32) -> JobId {
     let gang = GangId { kind, namespace: "default".into(), name: "p".into(), uid: "uid-p".into() };
     let member = MemberPod { name: "p".into(), uid: "uid-p".into(), index: None };
     let request = JobRequest {
@@ -374,9 +374,9 @@ async fn what_a_bridge_has_left_ends_while_the_scheduler_is_online_and_its_queue
     let base = tempfile::tempdir().unwrap();
     let (lead, client) = lead_with(&flux, base.path(), "[job-manager]\nstop-queues-on-restart = true\n").await;
     let (mut journal, _) = Journal::open(&client).await;
-    let running = bridged(&client, GangKind::Pod, 3).await;
+    let running = submit_gang_job(&client, GangKind::Pod, 3).await;
     journal.until(running, "alloc").await;
-    bridged(&client, GangKind::Pod, 3).await;
+    submit_gang_job(&client, GangKind::Pod, 3).await;
     let host = submitted(&client, 1, 3).await;
     journal.until(host, "priority").await;
     run(&flux, &lead, &["job", "wait-event", "-t", "20", &running.to_string(), "alloc"]);
@@ -408,7 +408,7 @@ async fn what_a_bridge_has_left_ends_while_the_scheduler_is_online_and_its_queue
     })
     .await;
 
-    for (reason_of_stop, is_started) in [("maintenance", false), (&format!("{NOTE}gives pods their cores"), true)] {
+    for (reason_of_stop, is_started) in [("maintenance", false), (&format!("{OUR_NOTE}gives pods their cores"), true)] {
         queues::stop(&client, reason_of_stop).await.unwrap();
         bridge::clean_up(&client, true).await.unwrap();
         assert_eq!(queues::queue(&client, None).await.unwrap().start, is_started, "{reason_of_stop}");
@@ -416,7 +416,7 @@ async fn what_a_bridge_has_left_ends_while_the_scheduler_is_online_and_its_queue
     }
 
     // As an agent does that knows of the end of the instance before the bridge does.
-    queues::stop(&client, &format!("{NOTE}gives pods their cores")).await.unwrap();
+    queues::stop(&client, &format!("{OUR_NOTE}gives pods their cores")).await.unwrap();
     run(&flux, &lead, &["queue", "stop", "--all", "--nocheckpoint", "--message", "the instance ends"]);
     bridge::clean_up(&client, true).await.unwrap();
     assert_eq!(reason().await.as_deref(), Some("the instance ends"));
@@ -445,7 +445,7 @@ async fn a_gang_that_ends_while_the_lead_is_asked_is_no_host_job() {
     let base = tempfile::tempdir().unwrap();
     let (_lead, client) = lead_with(&flux, base.path(), "").await;
     let (mut journal, _) = Journal::open(&client).await;
-    let id = bridged(&client, GangKind::Annotated, 1).await;
+    let id = submit_gang_job(&client, GangKind::Annotated, 1).await;
     journal.until(id, "alloc").await;
     let mut occupancy = Occupancy::of(&client);
     let held = instance(&client).await.unwrap();
