@@ -23,7 +23,7 @@ def show(name, execution):
         for rank in IDset(entry["rank"]):
             print(name, nodes[rank], len(IDset(entry["children"]["core"])))
 show("-", declared)
-for job, execution in given:
+for job, execution in executions:
     show(job.name, execution)"""
 
 
@@ -50,9 +50,9 @@ class Account(PodCluster):
         kubectl("delete", "daemonset", "--all")
         super().up()
 
-    def wanted(self, bridged, declared):
+    def wanted(self, gangs, declared):
         """The cores that shadow jobs are to hold on each node: what all pods request, beyond the CPUs that Flux does not declare, or the
-        tolerance."""
+        tolerance, less the cores that the jobs of gangs hold. Here, each pod of a gang requests its whole slot."""
         pods = json.loads(kubectl("get", "pods", "-A", "-o", "json"))["items"]
         used = Counter()
         for pod in pods:
@@ -62,7 +62,7 @@ class Account(PodCluster):
         for node in json.loads(kubectl("get", "nodes", "-o", "json"))["items"]:
             name, flux = node["metadata"]["name"], declared[node["metadata"]["name"]]
             exempt = max(TOLERANCE, milli(node["status"]["allocatable"]["cpu"]) - 1000 * flux)
-            wanted[name] = max(0, min(flux, math.ceil(max(0, used[name] - exempt) / 1000)) - bridged[name])
+            wanted[name] = max(0, min(flux, math.ceil(max(0, used[name] - exempt) / 1000)) - gangs[name])
         return {node: cores for node, cores in wanted.items() if cores}
 
     def is_right(self):

@@ -10,8 +10,8 @@ FOREVER = "1000000"
 SIGNAL = r"""pid=$(for process in /proc/[0-9]*; do line=$(tr '\0' ' ' < $process/{file}); case $line in {pattern}*)
 echo $(sed 's/.*) //' $process/stat | cut -d ' ' -f 20) ${{process#/proc/}};; esac; done 2>/dev/null | sort -n | head -n 1 | cut -d ' ' -f 2)
 [ -n "$pid" ] && kill -{name} $pid"""
-# What Flux declares, and what it has given to each job that runs. The nodelist of a job is not in the order of its ranks, that of the
-# instance is.
+# Start of a script for the lead: defines `declared`, `nodes` (name by rank) and `executions`, a job and its R for each job that runs. A
+# job's nodelist need not be in the order of its ranks, so the names come from the instance's.
 RESOURCES = """import flux
 from flux.hostlist import Hostlist
 from flux.idset import IDset
@@ -21,11 +21,11 @@ handle = flux.Flux()
 declared = get(handle, "resource.R")["execution"]
 nodes = dict(zip(sorted(rank for entry in declared["R_lite"] for rank in IDset(entry["rank"])), Hostlist(declared["nodelist"])))
 jobs = JobList(handle, filters=["running"], max_entries=0).jobs()
-given = [(job, job_kvs_lookup(handle, job.id, keys=["R"], decode=True)["R"]["execution"]) for job in jobs]
+executions = [(job, job_kvs_lookup(handle, job.id, keys=["R"], decode=True)["R"]["execution"]) for job in jobs]
 """
 # Each core of each job that runs: the job, the node, the rank and the core.
 GIVEN = RESOURCES + """
-for job, execution in given:
+for job, execution in executions:
     for entry in execution["R_lite"]:
         for rank in IDset(entry["rank"]):
             for core in IDset(entry["children"]["core"]):

@@ -141,7 +141,8 @@ pub struct PodCounts {
     /// Cores that jobs `other-pods/NODE` are to hold, because pods of other schedulers use them (see `spec.pods.tolerance`).
     #[serde(default)]
     pub other_pods_cores: u32,
-    /// How many of `otherPodsCores` another job holds: they are used twice until that job ends.
+    /// Cores that pods of other schedulers use and another job holds: they are used twice until one of them ends. May be more than
+    /// `otherPodsCores`, which leaves out what gangs hold.
     #[serde(default)]
     pub overlapping_cores: u32,
     /// What has kept Flux from scheduling pods for at least ten seconds. Unset: nothing.

@@ -365,15 +365,18 @@ fn targets(of_roster: &BTreeMap<Rank, RosterEntry>, nodes: &BTreeMap<String, Nod
     of_roster.keys().filter_map(|rank| target(*rank)).collect()
 }
 
-/// See [`World::ranks`]. Of several ranks with one node name, that of the Node wins which exists: a rank is retained for a while for the
-/// machine that had the name before.
+/// See [`World::ranks`]. Of several ranks with one node name, that of the Node wins which exists, or else existed last: a rank is retained
+/// for a while for the machine that had the name before.
 fn ranks(of_roster: &BTreeMap<Rank, RosterEntry>, targets: &BTreeMap<Rank, Target>) -> BTreeMap<String, Rank> {
     let member = |(rank, entry): (&Rank, &RosterEntry)| {
         let runs_jobs = entry.resources.is_some() && !entry.is_excluded();
         Some((entry.member.as_ref().filter(|_| runs_jobs)?.node.clone(), *rank))
     };
+    let gone_since = |(_, entry): &(&Rank, &RosterEntry)| entry.member.as_ref().and_then(|member| member.gone_since);
+    let mut last: Vec<_> = of_roster.iter().collect();
+    last.sort_by_key(|entry| gone_since(entry).unwrap_or(i64::MAX));
     let of_targets = targets.values().map(|target| (target.node.clone(), target.rank));
-    of_roster.iter().filter_map(member).chain(of_targets).collect()
+    last.into_iter().filter_map(member).chain(of_targets).collect()
 }
 
 #[cfg(test)]
@@ -386,22 +389,26 @@ mod tests {
     #[test]
     fn of_two_ranks_with_a_nodes_name_it_has_the_one_for_its_own_uid() {
         for (of_node, of_former) in [(3, 4), (4, 3)] {
-            let entry = |uid: &str| RosterEntry {
+            let entry = |uid: &str, gone_since| RosterEntry {
                 member: Some(Member {
                     node: "b".into(),
                     uid: uid.into(),
                     address: std::net::Ipv4Addr::LOCALHOST.into(),
-                    gone_since: None,
+                    gone_since,
                 }),
                 resources: Some(Declared { cores: 1, ..Declared::default() }),
                 ..RosterEntry::default()
             };
-            let of_roster = [(of_node, entry("new")), (of_former, entry("former"))].into();
+            let of_roster = [(of_node, entry("new", None)), (of_former, entry("former", Some(5)))].into();
             let mut node = Node::default();
             (node.metadata.name, node.metadata.uid) = (Some("b".into()), Some("new".into()));
             let targets = targets(&of_roster, &[("b".to_owned(), node)].into());
             assert_eq!(targets.keys().copied().collect::<Vec<_>>(), [of_node]);
             assert_eq!(ranks(&of_roster, &targets), [("b".to_owned(), of_node)].into(), "{of_former} is retained");
+            for gone_since in [None, Some(9)] {
+                let of_roster = [(of_node, entry("new", gone_since)), (of_former, entry("former", Some(5)))].into();
+                assert_eq!(ranks(&of_roster, &BTreeMap::new()), [("b".to_owned(), of_node)].into(), "no Node");
+            }
         }
     }
 

@@ -64,12 +64,12 @@ enum UnreadableSet {
     /// Each rank gets a copy of it.
     #[error("it has a kind of resource with a name of {0} bytes, more than {LONGEST_KIND}")]
     LongKind(usize),
-    /// Each rank gets a copy of all.
+    /// [`ResourceSet::by_rank`] copies each kind to each rank.
     #[error("it has more than {MOST_KINDS} kinds of resources")]
     ManyKinds,
 }
 
-/// Most ids on all ranks together. What a roster declares is fewer.
+/// Most ids on all ranks together. No roster declares more: [`MOST_DECLARED`] bounds its cores and GPUs, [`MOST_RANKS`] its ranks.
 const MOST_IDS: u64 = MOST_DECLARED + MOST_RANKS as u64;
 
 /// Longest name of a kind of resource, in bytes. Flux has `core` and `gpu`.
@@ -178,14 +178,20 @@ mod tests {
         assert!(!read(vec![entry("0-65535", "0-65535")]));
         assert!(!read(vec![entry("0", "0-65535"); 300]));
         assert!(!read(vec![entry("", "0-65535"); 300]));
-        let kinds = |kinds: Vec<String>| {
-            let children: serde_json::Map<_, _> = kinds.into_iter().map(|kind| (kind, json!(""))).collect();
-            vec![json!({"rank": "0-65535", "children": children})]
-        };
-        assert!(read(kinds(vec!["k".repeat(64)])));
-        assert!(!read(kinds(vec!["k".repeat(65)])), "65536 copies of a long name");
-        for (many, expected) in [(8, true), (9, false), (300, false)] {
-            assert_eq!(read(kinds((0..many).map(|kind| format!("k{kind}")).collect())), expected, "{many} kinds");
+    }
+
+    #[test]
+    fn r_with_many_kinds_of_resources_or_a_long_name_of_one_is_not_read() {
+        for (what, names, expected) in [
+            ("a long name", vec!["k".repeat(64)], true),
+            ("one that is too long", vec!["k".repeat(65)], false),
+            ("eight kinds", (0..8).map(|kind| format!("k{kind}")).collect(), true),
+            ("nine", (0..9).map(|kind| format!("k{kind}")).collect(), false),
+        ] {
+            let entries: Vec<_> =
+                names.iter().map(|kind| json!({"rank": "0-65535", "children": {kind.as_str(): ""}})).collect();
+            let read = serde_json::from_value::<ResourceSet>(json!({"execution": {"R_lite": entries}}));
+            assert_eq!(read.is_ok(), expected, "{what}");
         }
     }
 

@@ -23,11 +23,13 @@ pub struct Identity {
     pub start_time: u64,
 }
 
-/// Two fields of `/proc/<pid>/stat`.
+/// Three fields of `/proc/<pid>/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
     /// State: `R`, `S`, `D`, `Z` and others.
     pub state: char,
+    /// Number of threads, the first one among them.
+    pub threads: u32,
     /// Clock ticks from boot to the process's start.
     pub start_time: u64,
 }
@@ -38,16 +40,17 @@ impl Stat {
     pub fn parse(line: &[u8]) -> Option<Self> {
         let end_of_name = line.iter().rposition(|byte| *byte == b')')?;
         let mut fields = std::str::from_utf8(&line[end_of_name + 1..]).ok()?.split_ascii_whitespace();
-        // Field 3, and then field 22.
+        // Fields 3, 20 and 22.
         let state = fields.next()?.chars().next()?;
-        let start_time = fields.nth(18)?.parse().ok()?;
-        Some(Self { state, start_time })
+        let threads = fields.nth(16)?.parse().ok()?;
+        let start_time = fields.nth(1)?.parse().ok()?;
+        Some(Self { state, threads, start_time })
     }
 
     /// True for a zombie, which keeps pid and start time until its parent reaps it, and for a process in its last
-    /// moments.
+    /// moments. A process whose first thread alone has ended looks like a zombie, and lives.
     pub fn is_dead(&self) -> bool {
-        matches!(self.state, 'Z' | 'X' | 'x')
+        matches!(self.state, 'Z' | 'X' | 'x') && self.threads <= 1
     }
 }
 
@@ -119,7 +122,7 @@ mod tests {
         let tail = "S 1 2 3 0 -1 4194560 1 0 0 0 5 6 0 0 20 0 1 0 538384 1000 200";
         for name in [&b"flux-broker-0"[..], b"a b", b") R 1 (", b"(((", b"cut at 15 byt\xc3"] {
             let stat = Stat::parse(&[b"590 (", name, b") ", tail.as_bytes()].concat());
-            assert_eq!(stat, Some(Stat { state: 'S', start_time: 538_384 }), "{}", name.escape_ascii());
+            assert_eq!(stat, Some(Stat { state: 'S', threads: 1, start_time: 538_384 }), "{}", name.escape_ascii());
         }
         for cut in ["", "590", "590 (x", "590 (x) S 1 2", "590 (x) S 1 2 3 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 nonsense"] {
             assert_eq!(Stat::parse(cut.as_bytes()), None, "{cut}");
@@ -137,6 +140,30 @@ mod tests {
         }
         assert_eq!(Identity::of(pid), None);
         child.wait().unwrap();
+    }
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn a_process_whose_first_thread_has_ended_lives_and_can_be_killed() {
+        // SAFETY: the child only starts a thread and ends its own first one.
+        let child = match unsafe { nix::unistd::fork() }.unwrap() {
+            nix::unistd::ForkResult::Parent { child } => child,
+            nix::unistd::ForkResult::Child => {
+                std::thread::spawn(|| std::thread::sleep(Duration::from_mins(1)));
+                // SAFETY: ends this thread, which holds nothing.
+                unsafe { nix::libc::syscall(nix::libc::SYS_exit, 0) };
+                unreachable!()
+            }
+        };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while stat(child.as_raw()).unwrap().state != 'Z' {
+            assert!(Instant::now() < deadline);
+            std::thread::yield_now();
+        }
+        let identity = Identity::of(child.as_raw()).unwrap();
+        identity.signal(Signal::SIGKILL).unwrap();
+        assert!(identity.wait_gone(Duration::from_secs(10)));
+        nix::sys::wait::waitpid(child, None).unwrap();
     }
 
     #[test]

@@ -87,7 +87,9 @@ fn hidden_credentials(lock: &LockFile) -> Option<String> {
         let mut packages = environment.packages_by_platform().flat_map(|(_, packages)| packages);
         let in_packages = packages.find_map(|package| with_hidden_credentials(package.location().as_url()?.as_str()));
         let mut channels = environment.channels().iter();
-        in_packages.or_else(|| channels.find_map(|channel| with_hidden_credentials(&channel.url)))
+        // With the slash that a channel ends with, a token in the last place is no file's name.
+        let directory = |url: &str| format!("{}/", url.trim_end_matches('/'));
+        in_packages.or_else(|| channels.find_map(|channel| with_hidden_credentials(&directory(&channel.url))))
     })
 }
 

@@ -18,6 +18,8 @@ const NAME: &str = "other-pods/";
 struct Record {
     rank: Rank,
     node: String,
+    /// Empty for a job of an older version.
+    #[serde(default)]
     life: String,
 }
 
@@ -68,8 +70,8 @@ impl ShadowRequest {
     }
 }
 
-/// How many cores of `target` pods use that no job of a gang holds. `requested`: what they request, in thousandths of a hardware thread.
-/// What fits on the CPUs that Flux does not declare is exempt, or `tolerance` if that is more.
+/// How many whole cores of `target` a request of `requested` (thousandths of a hardware thread) uses beyond what is exempt: what fits on the
+/// CPUs that Flux does not declare, or `tolerance` if that is more.
 pub fn used_cores(target: &Target, requested: u64, tolerance: u64) -> u32 {
     let exempt = target.allocatable.cpu.saturating_sub(target.declared_cpu).max(tolerance);
     let cores = requested.saturating_sub(exempt).div_ceil(target.core());

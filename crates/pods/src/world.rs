@@ -91,6 +91,8 @@ pub struct Broker {
 pub enum Queues {
     /// The scheduler is offline: nothing is allocated, and nothing that holds resources may end.
     Offline,
+    /// All are started.
+    AllStarted,
     /// At least one is started. All others are stopped by an administrator.
     Started,
     /// At least one is started, and at least one was stopped by the broker's restart or by the bridge.
@@ -107,6 +109,7 @@ impl Queues {
         let is_ours = |queue: &Queue| queue.stop_reason.as_deref().is_some_and(Self::is_ours);
         match (all.iter().any(|queue| queue.start), all.iter().any(is_ours)) {
             _ if all.iter().any(Queue::is_scheduler_offline) => Self::Offline,
+            (true, false) if all.iter().all(|queue| queue.start) => Self::AllStarted,
             (true, false) => Self::Started,
             (true, true) => Self::PartlyStarted,
             (false, true) => Self::Stopped,
@@ -152,7 +155,7 @@ mod tests {
         let stopped = |reason: &str| Queue { stop_reason: Some(reason.to_owned()), ..Queue::default() };
         let (ours, theirs) = (stopped(STOPPED_BY_RESTART), stopped("maintenance"));
         for (queues, expected) in [
-            (vec![started.clone()], Queues::Started),
+            (vec![started.clone()], Queues::AllStarted),
             (vec![started.clone(), theirs.clone()], Queues::Started),
             (vec![started.clone(), ours.clone(), theirs.clone()], Queues::PartlyStarted),
             (vec![stopped(&format!("{OUR_NOTE}why")), theirs.clone()], Queues::Stopped),

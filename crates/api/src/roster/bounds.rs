@@ -13,6 +13,9 @@ use crate::{instance::MOST_RANKS, numbers};
 /// Most ids of cores and GPUs that all ranks of a roster declare together: 1024 for each rank of the largest instance.
 pub const MOST_DECLARED: u64 = 1 << 24;
 
+/// Most properties that all ranks of a roster have together: 64 for each rank of the largest instance.
+const MOST_PROPERTIES: usize = 1 << 20;
+
 /// Longest extra tables of broker.toml, in bytes. etcd takes no object of that size.
 const LONGEST_CONFIG: usize = 2 << 20;
 
@@ -30,7 +33,8 @@ pub(super) fn config<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Strin
     }
 }
 
-/// Reads ranks one by one, and fails at the first that no instance can have, or once all declare more than [`MOST_DECLARED`] ids.
+/// Reads ranks one by one, and fails at the first that no instance can have, or once all declare more than [`MOST_DECLARED`] ids or have
+/// more than [`MOST_PROPERTIES`].
 pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<Rank, RosterEntry>, D::Error> {
     struct Ranks;
     impl<'de> Visitor<'de> for Ranks {
@@ -41,7 +45,7 @@ pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeM
         }
 
         fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-            let (mut ranks, mut declared) = (BTreeMap::new(), 0);
+            let (mut ranks, mut declared, mut properties) = (BTreeMap::new(), 0, 0);
             while let Some((rank, entry)) = map.next_entry::<Rank, RosterEntry>()? {
                 if rank >= MOST_RANKS {
                     return Err(A::Error::custom(format!("rank {rank} is not below {MOST_RANKS}")));
@@ -51,6 +55,10 @@ pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeM
                     return Err(A::Error::custom(format!(
                         "the ranks declare more than {MOST_DECLARED} ids of cores and GPUs"
                     )));
+                }
+                properties += entry.properties.len();
+                if properties > MOST_PROPERTIES {
+                    return Err(A::Error::custom(format!("the ranks have more than {MOST_PROPERTIES} properties")));
                 }
                 ranks.insert(rank, entry);
             }
@@ -93,6 +101,13 @@ mod tests {
             ("/settings/config", json!("#".repeat(3 << 20)), "config has 3145728 bytes, more than 2097152"),
             ("/ranks", json!({"16384": entry(1, "")}), "rank 16384 is not below 16384"),
             ("/ranks", many(entry(65536, "")), "the ranks declare more than 16777216 ids"),
+            (
+                "/ranks",
+                many(
+                    json!({"brokerName": "", "revision": 1, "properties": (0..4000).collect::<Vec<u32>>().iter().map(u32::to_string).collect::<Vec<_>>()}),
+                ),
+                "the ranks have more than 1048576 properties",
+            ),
             ("/ranks", many(entry(1, "0-65535")), "the ranks declare more than 16777216 ids"),
         ] {
             let refused = with(pointer, value).unwrap_err();

@@ -28,24 +28,27 @@ const USUAL_WINDOW: u64 = 8 << 20;
 /// Memory of a decoder besides its window: blocks, buffers, tables.
 const DECODER: u64 = 2 << 20;
 
-/// The files in `info/` that the linker reads into memory as a whole, and most bytes of each. A list of 100,000 files has about 20 MiB; a
-/// program is made of each entry point in `link.json`.
+/// The files in `info/` that the linker reads into memory as a whole, each with a limit in bytes.
 const METADATA: [(&str, u64); 7] = [
     ("index.json", MAX_METADATA),
     ("paths.json", MAX_METADATA),
+    // rattler writes a program for each entry point, which repeats what is said of it.
     ("link.json", 1 << 20),
     ("files", MAX_METADATA),
     ("has_prefix", MAX_METADATA),
     ("no_link", MAX_METADATA),
     ("no_softlink", MAX_METADATA),
 ];
+/// A package of 100,000 files has about 20 MiB in `paths.json`.
 pub(crate) const MAX_METADATA: u64 = 64 << 20;
-/// Most lines in a list of files beyond one for each entry of the archive.
-const MORE_LINES: u64 = 1000;
-/// Most commas in a JSON file for each entry of the archive, most of all, and most beyond those: a file in `paths.json` has eight fields.
-const COMMAS_OF_ENTRY: u64 = 8;
-const MOST_COMMAS: u64 = 4 << 20;
-const MORE_COMMAS: u64 = 10_000;
+/// Lines that a list of files may have beyond one for each entry of the archive.
+const SPARE_LINES: u64 = 1000;
+/// A file in `paths.json` has eight fields.
+const COMMAS_PER_ENTRY: u64 = 8;
+/// Limit for an archive with very many entries.
+const MAX_COMMAS: u64 = 4 << 20;
+/// Allowed whatever the archive holds.
+const SPARE_COMMAS: u64 = 100_000;
 
 /// Where rattler moves the other versions of a file that several packages contain.
 pub(crate) const CLOBBERS: &str = "__clobbers__";
@@ -248,24 +251,25 @@ pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<()
     if contents.get(info) == Some(&Kind::Symlink) {
         return Err(UnpackError::Archive("its info is a symlink".to_owned()));
     }
-    for (name, most) in METADATA {
+    for (name, most_bytes) in METADATA {
         let path = info.join(name);
         match contents.get(&path) {
             None => {}
             Some(Kind::File) => {
                 let unreadable = |source| UnpackError::write(&path, source);
-                let mut file = File::open(directory.join(&path)).map_err(unreadable)?;
-                if file.metadata().map_err(unreadable)?.len() > most {
-                    return Err(UnpackError::Limit { limit: format!("{} MiB in {}", most >> 20, path.display()) });
+                if fs::symlink_metadata(directory.join(&path)).map_err(unreadable)?.len() > most_bytes {
+                    return Err(UnpackError::Limit {
+                        limit: format!("{} MiB in {}", most_bytes >> 20, path.display()),
+                    });
                 }
                 // Each value and each line takes many times its bytes once it is parsed.
                 let entries = contents.len() as u64;
-                let (separator, most) = match path.extension() {
-                    Some(_) => (b',', (COMMAS_OF_ENTRY * entries).min(MOST_COMMAS) + MORE_COMMAS),
-                    None => (b'\n', entries + MORE_LINES),
+                let (separator, what, most) = match path.extension() {
+                    Some(_) => (b',', "values", (COMMAS_PER_ENTRY * entries).min(MAX_COMMAS) + SPARE_COMMAS),
+                    None => (b'\n', "lines", entries + SPARE_LINES),
                 };
-                if count(separator, &mut file).map_err(unreadable)? > most {
-                    let what = if separator == b',' { "values" } else { "lines" };
+                let text = fs::read(directory.join(&path)).map_err(unreadable)?;
+                if text.split(|byte| *byte == separator).count() as u64 > most + 1 {
                     return Err(UnpackError::Limit { limit: format!("{most} {what} in {}", path.display()) });
                 }
             }
@@ -273,16 +277,6 @@ pub(crate) fn check_metadata(directory: &Path, contents: &Contents) -> Result<()
         }
     }
     Ok(())
-}
-
-fn count(byte: u8, file: &mut File) -> io::Result<u64> {
-    let (mut buffer, mut found) = (vec![0; 1 << 16], 0);
-    loop {
-        match file.read(&mut buffer)? {
-            0 => return Ok(found),
-            read => found += buffer[..read].iter().map(|next| u64::from(*next == byte)).sum::<u64>(),
-        }
-    }
 }
 
 /// Checks the package's list of files, which the linker trusts. Corrects a symlink that it calls a hard link, and leaves out what it
@@ -358,39 +352,45 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         fs::create_dir(directory.path().join("info")).unwrap();
         let check = |path: &str, kind, bytes| {
-            File::create(directory.path().join("info/paths.json")).unwrap().set_len(bytes).unwrap();
+            File::create(directory.path().join(path)).unwrap().set_len(bytes).unwrap();
             check_metadata(directory.path(), &Contents::from([(path.into(), kind)])).map_err(|e| e.to_string())
         };
+        for (file, most, words) in [
+            ("info/paths.json", MAX_METADATA, "it holds more than 64 MiB in info/paths.json"),
+            ("info/link.json", 1 << 20, "it holds more than 1 MiB in info/link.json"),
+        ] {
+            assert_eq!(check(file, Kind::File, most), Ok(()));
+            assert_eq!(check(file, Kind::File, most + 1), Err(words.to_owned()));
+        }
         let list = "info/paths.json";
-        assert_eq!(check(list, Kind::File, MAX_METADATA), Ok(()));
-        assert_eq!(
-            check(list, Kind::File, MAX_METADATA + 1),
-            Err("it holds more than 64 MiB in info/paths.json".to_owned())
-        );
         assert_eq!(check(list, Kind::Symlink, 0), Err("its info/paths.json is not a file".to_owned()));
-        assert_eq!(check("info", Kind::Symlink, 0), Err("its info is a symlink".to_owned()));
+        let of_symlink = check_metadata(directory.path(), &Contents::from([("info".into(), Kind::Symlink)]));
+        assert_eq!(of_symlink.unwrap_err().to_string(), "its info is a symlink");
     }
 
     #[test]
     fn small_package_metadata_that_would_take_much_memory_once_parsed_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         fs::create_dir(directory.path().join("info")).unwrap();
-        let check = |name: &str, text: String| {
-            let path = Path::new("info").join(name);
-            fs::write(directory.path().join(&path), text).unwrap();
-            check_metadata(directory.path(), &Contents::from([(path, Kind::File)])).map_err(|e| e.to_string())
-        };
-        for (name, part, most, refused) in [
-            ("files", "a\n", 1001, "it holds more than 1001 lines in info/files"),
-            ("has_prefix", "\n", 1001, "it holds more than 1001 lines in info/has_prefix"),
-            ("paths.json", "0,", 10_008, "it holds more than 10008 values in info/paths.json"),
-            ("index.json", "0,", 10_008, "it holds more than 10008 values in info/index.json"),
+        for (name, part, entries, most, words) in [
+            ("files", "a\n", 1, 1001, "it holds more than 1001 lines in info/files"),
+            ("files", "a\n", 500, 1500, "it holds more than 1500 lines in info/files"),
+            ("has_prefix", "\n", 1, 1001, "it holds more than 1001 lines in info/has_prefix"),
+            ("paths.json", "0,", 1, 100_008, "it holds more than 100008 values in info/paths.json"),
+            ("paths.json", "0,", 1000, 108_000, "it holds more than 108000 values in info/paths.json"),
+            ("paths.json", ",", 600_000, 4_294_304, "it holds more than 4294304 values in info/paths.json"),
+            ("index.json", "0,", 1, 100_008, "it holds more than 100008 values in info/index.json"),
         ] {
-            assert_eq!(check(name, part.repeat(most)), Ok(()), "{name}");
-            assert_eq!(check(name, part.repeat(most + 1)), Err(refused.to_owned()), "{name}");
+            let path = Path::new("info").join(name);
+            let others = (1..entries).map(|number| (PathBuf::from(number.to_string()), Kind::File));
+            let contents: Contents = others.chain([(path.clone(), Kind::File)]).collect();
+            let check = |text: String| {
+                fs::write(directory.path().join(&path), text).unwrap();
+                check_metadata(directory.path(), &contents).map_err(|error| error.to_string())
+            };
+            assert_eq!(check(part.repeat(most)), Ok(()), "{words}");
+            assert_eq!(check(part.repeat(most + 1)), Err(words.to_owned()));
         }
-        let long = " ".repeat((1 << 20) + 1);
-        assert_eq!(check("link.json", long), Err("it holds more than 1 MiB in info/link.json".to_owned()));
     }
 
     #[test]

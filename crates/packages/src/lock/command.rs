@@ -181,7 +181,12 @@ impl SolveArguments {
             named => named.to_vec(),
         };
         let mut access = Access::from_environment()?;
-        let channels = self.channels.iter().map(|channel| access.take_from(channel)).collect::<Vec<_>>();
+        // With the slash that a channel ends with, a token in the last place is no file's name.
+        let channels = self.channels.iter().map(|channel| match channel.contains("://") {
+            true => access.take_from(&format!("{}/", channel.trim_end_matches('/'))),
+            false => channel.clone(),
+        });
+        let channels = channels.collect::<Vec<_>>();
         let asked = Packages { channels, specs: self.specs.clone(), glibc: self.glibc.clone(), ..Packages::default() };
         let http = HttpClient::with_access(&access, &[])?;
         let open = |path: &str| File::open(path);

@@ -9,55 +9,56 @@ use super::{
     hold::{GangCores, Holdings},
     round::Round,
 };
-use crate::{jobs::JobState, pod::PodView, record::GangId, requests::cores};
+use crate::{jobs::JobState, pod::PodView, record::GangId, requests};
 
-/// Counts each pod with the slot that it has, or with that of the pin that is to hold its cores. A pod that no job covers counts if its
-/// gang `can_be_pinned`: else it uses cores like a pod of another scheduler.
-pub(super) fn gang_cores(round: &Round, can_be_pinned: impl Fn(&GangId) -> bool) -> BTreeMap<Rank, GangCores> {
+/// Counts each pod with its slot or, if a pin that waits lists it, with a slot of that pin. A pod with neither counts only if a pin can be
+/// submitted for it, which `may_be_asked_for` says of its gang: else it uses cores like a pod of another scheduler.
+pub(super) fn count(round: &Round, may_be_asked_for: impl Fn(&GangId) -> bool) -> BTreeMap<Rank, GangCores> {
     let mut by_rank: BTreeMap<Rank, GangCores> = BTreeMap::new();
-    for (gang, holdings) in round.gangs.iter().zip(&round.holdings) {
-        for (pod, rank, cores) in slots(round, holdings, can_be_pinned(&gang.id)) {
+    for (gang, holdings) in &round.gangs {
+        let can_be_pinned = round.broker.accepts_jobs && may_be_asked_for(&gang.id);
+        let covered = holdings.jobs.iter().flat_map(|held| {
+            let users = held.slots.iter().filter_map(|(slot, user)| Some(((*user)?, slot.rank)));
+            users.map(|(pod, rank)| (pod, rank, Some(held.gang_job.shape.cores)))
+        });
+        let uncovered = holdings.uncovered.iter().map(|(pod, rank)| (*pod, *rank, None));
+        let mut waiting = WaitingPins::of(holdings);
+        for (pod, rank, slot) in covered.chain(uncovered).filter(|(pod, ..)| pod.may_be_there()) {
             let Some(target) = round.world.targets.get(&rank) else { continue };
-            let held = by_rank.entry(rank).or_default();
-            held.cores = held.cores.saturating_add(cores);
+            let to_be_pinned = || can_be_pinned.then(|| requests::cores(pod.requests.cpu, target.threads));
+            // In this order: what a restarted broker had given before is replaced by the pin.
+            let cores = waiting.take(pod).or(slot).or_else(to_be_pinned).unwrap_or(0);
+            let of_rank = by_rank.entry(rank).or_default();
+            of_rank.cores = of_rank.cores.saturating_add(cores);
             let requested = pod.requests.cpu.min(u64::from(cores).saturating_mul(target.core()));
-            held.requested = held.requested.saturating_add(requested);
+            of_rank.requested = of_rank.requested.saturating_add(requested);
         }
     }
     by_rank
 }
 
-/// The pods of a gang that may be on their nodes, each with its rank and the cores of its slot.
-fn slots<'a>(round: &Round, holdings: &Holdings<'a>, can_be_pinned: bool) -> Vec<(&'a PodView, Rank, u32)> {
-    let mut pins = Pins::of(holdings);
-    let covered = holdings.jobs.iter().flat_map(|held| {
-        let users = held.slots.iter().filter_map(|(slot, user)| Some(((*user)?, slot.rank)));
-        users.map(|(pod, rank)| (pod, rank, held.gang_job.shape.cores))
-    });
-    let uncovered = holdings.uncovered.iter().map(|(pod, rank)| {
-        let threads = round.world.targets.get(rank).map_or(1, |target| target.threads);
-        (*pod, *rank, if can_be_pinned { cores(pod.requests.cpu, threads) } else { 0 })
-    });
-    let all = covered.chain(uncovered).filter(|(pod, ..)| pod.holds(round.now) && pod.may_be_there());
-    all.map(|(pod, rank, cores)| (pod, rank, pins.take(pod).unwrap_or(cores))).collect()
-}
-
 /// The pins of a gang that wait for their cores.
-struct Pins<'a> {
+struct WaitingPins<'a> {
     /// By uid of the pods that they list.
     of_pods: HashMap<&'a str, JobId>,
-    /// How many more pods each can hold, and the cores of each.
-    left: HashMap<JobId, (u32, u32)>,
+    left: HashMap<JobId, Slots>,
 }
 
-impl<'a> Pins<'a> {
+/// The slots of a pin that no pod has been counted with.
+struct Slots {
+    number: u32,
+    /// Of each.
+    cores: u32,
+}
+
+impl<'a> WaitingPins<'a> {
     fn of(holdings: &Holdings<'a>) -> Self {
         let (mut of_pods, mut left) = (HashMap::new(), HashMap::new());
         for held in &holdings.jobs {
             let (record, shape) = (&held.gang_job.record, &held.gang_job.shape);
             if held.job.state == JobState::Pending && record.pinned.is_some() {
                 of_pods.extend(record.members.iter().map(|member| (member.uid.as_str(), held.job.id)));
-                left.insert(held.job.id, (shape.slots, shape.cores));
+                left.insert(held.job.id, Slots { number: shape.slots, cores: shape.cores });
             }
         }
         Self { of_pods, left }
@@ -65,9 +66,9 @@ impl<'a> Pins<'a> {
 
     /// The cores of the slot that a pin is to hold for `pod`; 0 if its pin has too few slots; None if it has no pin.
     fn take(&mut self, pod: &PodView) -> Option<u32> {
-        let (slots, cores) = self.left.get_mut(self.of_pods.get(pod.uid.as_str())?)?;
-        let had_slot = *slots > 0;
-        *slots = slots.saturating_sub(1);
-        Some(if had_slot { *cores } else { 0 })
+        let slots = self.left.get_mut(self.of_pods.get(pod.uid.as_str())?)?;
+        let had_slot = slots.number > 0;
+        slots.number = slots.number.saturating_sub(1);
+        Some(if had_slot { slots.cores } else { 0 })
     }
 }

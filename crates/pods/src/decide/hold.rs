@@ -41,13 +41,13 @@ pub(super) struct Holdings<'a> {
     pub uncovered: Vec<(&'a PodView, Rank)>,
 }
 
-/// What jobs of gangs hold of one rank for pods, or will hold.
+/// What jobs of gangs hold of one rank for pods, or will hold: see [`super::gang_cores`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct GangCores {
     /// The cores of the pods' slots.
     pub cores: u32,
-    /// What the pods request that these hold, in thousandths of a hardware thread. A pod that has grown requests more than its slot has,
-    /// a small one less.
+    /// What these pods request, and of each no more than its slot has, in thousandths of a hardware thread. The rest of what a resized
+    /// pod requests is used like by other pods.
     pub requested: u64,
 }
 

@@ -24,7 +24,6 @@ use std::collections::BTreeSet;
 use broker::job_id::JobId;
 
 use self::{
-    gang_cores::gang_cores,
     hold::Holdings,
     memory::RecoveryMemory,
     pause::is_paused,
@@ -136,23 +135,22 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     if round.broker.queues.has_stopped_by_us() && !round.world.under_way.contains(&Action::StartQueues) {
         round.actions.push(Action::StartQueues);
     }
-    let can_be_pinned = |gang: &GangId| round.broker.accepts_jobs && !is_paused(round, gang);
-    round.gang_cores = gang_cores(round, can_be_pinned);
+    round.gang_cores = gang_cores::count(round, |gang| !is_paused(round, gang));
     // Before pods are bound, which is not what other pods use.
     let (other_pods, of_shadows) = shadows::keep(round);
     let mut report = Report { standing: Standing::Serving, other_pods, ..Report::default() };
     let mut queue = Vec::new();
     let places = words::places(round);
-    let (gangs, holdings) = (std::mem::take(&mut round.gangs), std::mem::take(&mut round.holdings));
-    for (gang, holdings) in gangs.iter().zip(&holdings) {
+    let gangs = std::mem::take(&mut round.gangs);
+    for (gang, holdings) in &gangs {
         report.running += usize::from(gang.is_started());
         let is_queued = round.jobs_of(&gang.id).iter().any(|(job, _)| job.state == JobState::Pending);
         report.queued += usize::from(is_queued);
         if !round.is_busy(&gang.id) {
-            serve_gang(round, memory, (gang, holdings), &mut queue, &places, &mut report);
+            serve_gang(round, memory, gang, holdings, &mut queue, &places, &mut report);
         }
     }
-    let known: BTreeSet<&GangId> = gangs.iter().map(|gang| &gang.id).collect();
+    let known: BTreeSet<&GangId> = gangs.iter().map(|(gang, _)| &gang.id).collect();
     memory.avoided.retain(|gang, _| known.contains(gang));
     memory.incomplete.retain(|gang, _| known.contains(gang));
     round.first_queued.retain(|gang, _| known.contains(gang));
@@ -177,7 +175,8 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
 fn serve_gang<'a>(
     round: &mut Round<'a>,
     memory: &mut Memory,
-    (gang, holdings): (&Gang<'a>, &Holdings<'a>),
+    gang: &Gang<'a>,
+    holdings: &Holdings<'a>,
     queue: &mut Vec<WaitingJob<'a>>,
     places: &[JobId],
     report: &mut Report,

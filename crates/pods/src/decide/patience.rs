@@ -52,7 +52,8 @@ pub(super) fn resume(round: &mut Round) {
 /// Until when the bridge waits for the pods of `job`; `Moment::MAX` if one is not being deleted yet, 0 if there is none. By default,
 /// Kubernetes' Job controller, too, replaces a pod that its node does not end.
 fn waits_for_pods_until(round: &Round, job: &KubeJob) -> Moment {
-    let gangs = round.gangs.iter().filter(|gang| gang.job.is_some_and(|other| other.uid == job.uid));
+    let gangs =
+        round.gangs.iter().map(|(gang, _)| gang).filter(|gang| gang.job.is_some_and(|other| other.uid == job.uid));
     let patience = round.world.settings.complete_after;
     let waits_until = |pod: &&PodView| pod.to_end_by.map_or(Moment::MAX, |end| end.saturating_add(patience));
     gangs.flat_map(|gang| &gang.members).map(waits_until).max().unwrap_or(0)

@@ -18,10 +18,10 @@ use std::collections::BTreeSet;
 use broker::job_id::JobId;
 
 use super::{
-    gang_cores::gang_cores,
+    gang_cores,
     hold::Holdings,
     memory::{Asked, Memory, RecoveryMemory},
-    pause::reason_to_pause,
+    pause::is_paused,
     pins::{Again, submit_pins},
     request::request,
     round::Round,
@@ -79,7 +79,7 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         }
     }
     if memory.recovery.life != round.broker.life {
-        let known = round.gangs.iter().map(|gang| (gang.id.clone(), Asked::default())).collect();
+        let known = round.gangs.iter().map(|(gang, _)| (gang.id.clone(), Asked::default())).collect();
         memory.recovery = RecoveryMemory { life: round.broker.life.clone(), gangs: known, ..RecoveryMemory::default() };
     }
     // A refusal counts only if this broker takes jobs at all.
@@ -87,38 +87,40 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         memory.recovery.given_up.clear();
         memory.recovery.given_up_ranks.clear();
     }
-    round.gang_cores = gang_cores(round, |gang| may_wait_for(memory, gang));
+    note_refusals(round, memory);
+    round.gang_cores = gang_cores::count(round, |gang| may_wait_for(memory, gang));
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
     let mut is_disabled = false;
     // Taken out while the loop changes the round.
-    let (gangs, holdings) = (std::mem::take(&mut round.gangs), std::mem::take(&mut round.holdings));
-    for (gang, holdings) in gangs.iter().zip(&holdings) {
+    let gangs = std::mem::take(&mut round.gangs);
+    for (gang, holdings) in &gangs {
         if round.is_busy(&gang.id) {
             is_submitting = true;
             continue;
         }
-        match give_again(round, memory, (gang, holdings), &mut needed) {
+        match give_again(round, memory, gang, holdings, &mut needed) {
             Again::Asked => {}
             Again::Submitting => {
                 is_submitting = true;
                 note_asked(memory, gang);
             }
-            Again::Paused => drop(paused.insert(gang.id.clone())),
+            Again::Paused => drop(paused.insert(&gang.id)),
             Again::Disabled => {
                 is_disabled = true;
-                paused.insert(gang.id.clone());
+                paused.insert(&gang.id);
             }
         }
     }
-    (round.gangs, round.holdings) = (gangs, holdings);
-    // Not before the jobs of gangs show: what these hold is no use of other pods.
+    // Not before the jobs of gangs show: until then, what these hold would count as used by other pods.
     if !is_submitting {
-        // A gang that was given up meanwhile gets no pin.
-        round.gang_cores = gang_cores(round, |gang| may_wait_for(memory, gang));
-        let asked = shadows::ask_for_all(round, &mut memory.recovery.given_up_ranks);
-        (is_submitting, is_disabled) = (asked.is_submitting, is_disabled | asked.is_disabled);
+        match shadows::ask_for_all(round, &mut memory.recovery.given_up_ranks) {
+            Again::Submitting => is_submitting = true,
+            Again::Disabled => is_disabled = true,
+            Again::Asked | Again::Paused => {}
+        }
     }
-    let is_canceling = !is_submitting && cancel_old(round, &needed, &paused);
+    let is_canceling = !is_submitting && cancel_old(round, &gangs, &needed, &paused);
+    round.gangs = gangs;
     match (is_submitting, is_canceling) {
         (true, _) => Recovery::Submit,
         (_, true) => Recovery::Cancel,
@@ -140,7 +142,8 @@ fn is_stopping(round: &Round) -> bool {
 fn give_again<'a>(
     round: &mut Round<'a>,
     memory: &mut Memory,
-    (gang, holdings): (&Gang<'a>, &Holdings<'a>),
+    gang: &Gang<'a>,
+    holdings: &Holdings<'a>,
     needed: &mut BTreeSet<JobId>,
 ) -> Again {
     let on_rank = |pod: &'a PodView| Some((pod, *round.ranks.get(pod.node.as_deref()?)?));
@@ -166,7 +169,6 @@ fn give_again<'a>(
             fits
         }));
     }
-    note_refusal(round, memory, &gang.id);
     let pins = submit_pins(round, gang, holdings, pods, !may_wait_for(memory, &gang.id));
     needed.extend(pins.pending);
     pins.again
@@ -183,12 +185,11 @@ fn note_asked(memory: &mut Memory, gang: &Gang) {
     }
 }
 
-/// Remembers until the end of the recovery that Flux has refused a job for `gang`. If the gang were asked for again after a while, a
+/// Remembers until the end of the recovery for which gangs Flux has refused a job. If such a gang were asked for again after a while, a
 /// recovery might never end: before the last of some thousand gangs is refused, the first would be due again.
-fn note_refusal(round: &mut Round, memory: &mut Memory, gang: &GangId) {
-    if reason_to_pause(round, gang).is_some() {
-        memory.recovery.given_up.insert(gang.clone());
-    }
+fn note_refusals(round: &Round, memory: &mut Memory) {
+    let refused = round.gangs.iter().map(|(gang, _)| &gang.id).filter(|gang| is_paused(round, gang));
+    memory.recovery.given_up.extend(refused.cloned());
 }
 
 /// False if a job for `gang` was refused, or if it came after the recovery began, or has changed too often since.
@@ -205,7 +206,6 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
     if !was_given || is_asked || gang.problem.is_some() {
         return Again::Asked;
     }
-    note_refusal(round, memory, &gang.id);
     if !may_wait_for(memory, &gang.id) {
         return Again::Paused;
     }
@@ -220,13 +220,15 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
 /// Cancels what recovery has replaced. An allocated job is of the broker's earlier life, because nothing is allocated while
 /// the queues are stopped; that of a `paused` gang stays, because nothing else holds its cores. A pending job for one rank
 /// goes if it is not `needed`, and one for a whole gang if the gang has cores. Returns true until all of them have ended.
-fn cancel_old(round: &mut Round, needed: &BTreeSet<JobId>, paused: &BTreeSet<GangId>) -> bool {
-    let started: BTreeSet<_> = round
-        .gangs
-        .iter()
-        .filter(|gang| gang.holding(round.now).next().is_some())
-        .map(|gang| gang.id.clone())
-        .collect();
+fn cancel_old(
+    round: &mut Round,
+    gangs: &[(Gang, Holdings)],
+    needed: &BTreeSet<JobId>,
+    paused: &BTreeSet<&GangId>,
+) -> bool {
+    let gangs = gangs.iter().map(|(gang, _)| gang);
+    let started: BTreeSet<_> =
+        gangs.filter(|gang| gang.holding(round.now).next().is_some()).map(|gang| &gang.id).collect();
     let mut any = false;
     let mut cancels = Vec::new();
     let jobs = round.jobs;

@@ -24,13 +24,11 @@ pub(super) struct Round<'a> {
     pub jobs: &'a Jobs,
     pods: &'a Pods,
     pub now: Moment,
-    /// The gangs of all pods that run or wait.
-    pub gangs: Vec<Gang<'a>>,
+    /// The gangs of all pods that run or wait, with what the jobs of each hold for its pods.
+    pub gangs: Vec<(Gang<'a>, Holdings<'a>)>,
     /// What is on the nodes, and what this round adds.
     pub usage: UsageByNode,
-    /// What the jobs of each of these gangs hold for its pods.
-    pub holdings: Vec<Holdings<'a>>,
-    /// What jobs of gangs hold of each rank for pods, or will hold: each decision fills it in first, when it knows which gangs can be pinned.
+    /// Filled in by [`super::gang_cores`] once it is known which gangs can be pinned.
     pub gang_cores: BTreeMap<Rank, GangCores>,
     /// See [`Round::held_cores`].
     held_cores: BTreeMap<Rank, HeldCores>,
@@ -109,12 +107,12 @@ impl<'a> Round<'a> {
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
         let there: Vec<&PodView> = shown.iter().copied().filter(|pod| pod.may_be_there()).collect();
-        let gangs = gangs(shown.iter().copied(), known, now);
-        let holdings = gangs.iter().map(|gang| {
+        let gangs = gangs(shown.iter().copied(), known, now).into_iter().map(|gang| {
             let jobs = by_gang.get(&gang.id).map_or(&[][..], Vec::as_slice);
-            Holdings::of(gang, jobs, &ranks, now)
+            let holdings = Holdings::of(&gang, jobs, &ranks, now);
+            (gang, holdings)
         });
-        let holdings = holdings.collect();
+        let gangs = gangs.collect();
         Self {
             world,
             broker,
@@ -122,7 +120,6 @@ impl<'a> Round<'a> {
             pods,
             now,
             gangs,
-            holdings,
             usage: UsageByNode::of(there.iter().copied(), |pod| known.is_foreign(pod), now),
             gang_cores: BTreeMap::new(),
             held_cores: jobs.held_cores(),
@@ -137,7 +134,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// What jobs of gangs hold of a rank for pods, or will hold.
+    /// What is counted for a rank.
     pub fn gang_cores(&self, rank: Rank) -> GangCores {
         self.gang_cores.get(&rank).copied().unwrap_or_default()
     }

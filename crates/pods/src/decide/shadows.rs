@@ -10,7 +10,7 @@ use std::{
 
 use api::Rank;
 
-use super::round::Round;
+use super::{pins::Again, round::Round};
 use crate::{
     action::{Action, ShadowStep},
     jobs::{Cause, HeldCores, Job, JobState},
@@ -38,26 +38,26 @@ const MOST_RUNNING: usize = 4;
 pub struct OtherPods {
     /// How many cores shadow jobs are to hold.
     pub cores: u32,
-    /// How many of these other jobs have.
+    /// How many cores that these pods use other jobs have. Can be more than `cores`, which leaves out what gangs hold.
     pub overlapping: u32,
 }
 
 /// What brings the shadow jobs of all ranks to what pods use there, beside what they use.
 pub(super) fn keep(round: &mut Round) -> (OtherPods, Vec<Action>) {
     let (all, none) = (by_rank(round), Shadows::default());
-    let is_idle = round.jobs.iter().all(|job| job.state != JobState::Pending);
+    let is_idle = is_idle(round);
     let (mut found, mut steps) = (OtherPods::default(), Vec::new());
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
         let HeldCores { hosts, gangs, .. } = round.held_cores(*rank);
-        let by_others = hosts.saturating_add(gangs);
+        let by_other_jobs = hosts.saturating_add(gangs);
         let used = used_on(round, target);
-        let wanted = wanted_on(round, target);
+        let wanted = wanted_on(round, target, used);
         found.cores = found.cores.saturating_add(wanted);
-        let overlapping = by_others.saturating_add(used).saturating_sub(target.cores).min(used);
+        let overlapping = by_other_jobs.saturating_add(used).saturating_sub(target.cores).min(used);
         found.overlapping = found.overlapping.saturating_add(overlapping);
-        let free = target.cores.saturating_sub(by_others).saturating_sub(shadows.allocated());
-        steps.extend(shadows.steps(wanted, (*rank, free, is_idle), |cores| request(round, target, cores)));
+        let free = target.cores.saturating_sub(by_other_jobs).saturating_sub(shadows.allocated());
+        steps.extend(shadows.steps(wanted, free, is_idle && target.is_ready, |cores| request(round, target, cores)));
     }
     // A member whose Node can't be read may still have its pods.
     let left = round.jobs.shadows().filter(|(job, shadow)| job.is_active() && !is_of_member(round, shadow));
@@ -65,41 +65,39 @@ pub(super) fn keep(round: &mut Round) -> (OtherPods, Vec<Action>) {
     (found, possible(round, &all, steps))
 }
 
-/// How far a recovery has asked for what other pods use.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Asked {
-    /// Jobs are being submitted.
-    pub is_submitting: bool,
-    /// Flux takes no jobs at all, and pods use cores that no job holds.
-    pub is_disabled: bool,
+/// No job waits, no gang does, and Flux gives out cores as soon as one comes.
+fn is_idle(round: &Round) -> bool {
+    let none_waits = round.jobs.iter().all(|job| job.state != JobState::Pending);
+    let no_gang_waits = round.gangs.iter().all(|(gang, _)| gang.waiting().next().is_none());
+    none_waits && no_gang_waits && round.world.under_way.is_empty() && round.broker.queues == Queues::AllStarted
 }
 
 /// After a start of the lead's broker: asks for what other pods use. Only more is asked for, up to the cores of each rank, so this ends
 /// however often pods change. A rank whose job is refused is added to `given_up`, and not waited for until the recovery ends.
-pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Asked {
+pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Again {
     let (all, none) = (by_rank(round), Shadows::default());
-    let (mut asked, mut steps) = (Asked::default(), Vec::new());
+    let (mut again, mut steps) = (Again::Asked, Vec::new());
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
-        let wanted = wanted_on(round, target);
+        let wanted = wanted_on(round, target, used_on(round, target));
         if shadows.pending() >= wanted {
             continue;
         }
-        if round.world.refused_ranks.contains(rank) || shadows.is_paused(round.now) {
+        if round.world.refused_ranks.contains(rank) || shadows.paused_until(round.now).is_some() {
             given_up.insert(*rank);
         }
         match () {
-            () if !round.broker.accepts_jobs => asked.is_disabled |= shadows.cores() < wanted,
-            () if given_up.contains(rank) => {}
+            () if !round.broker.accepts_jobs && shadows.cores() < wanted => again = Again::Disabled,
+            () if !round.broker.accepts_jobs || given_up.contains(rank) => {}
             () => {
-                asked.is_submitting = true;
+                again = Again::Submitting;
                 steps.push(shadows.ask_for_more(wanted - shadows.pending(), |cores| request(round, target, cores)));
             }
         }
     }
     let actions = possible(round, &all, steps);
     round.actions.extend(actions);
-    asked
+    again
 }
 
 /// Cancels what [`ask_for_all`] has replaced: the jobs of the broker's earlier life. One that nothing replaces yet stays. Returns true until
@@ -108,7 +106,9 @@ pub(super) fn cancel_old(round: &mut Round) -> bool {
     let all = by_rank(round);
     let is_replaced = |shadow: &Shadow| match round.world.targets.get(&shadow.rank) {
         _ if !is_of_member(round, shadow) => true,
-        Some(target) => all.get(&shadow.rank).map_or(0, Shadows::pending) >= wanted_on(round, target),
+        Some(target) => {
+            all.get(&shadow.rank).map_or(0, Shadows::pending) >= wanted_on(round, target, used_on(round, target))
+        }
         None => false,
     };
     let old = round
@@ -123,8 +123,8 @@ pub(super) fn cancel_old(round: &mut Round) -> bool {
     !old.is_empty()
 }
 
-/// During a recovery: the job is of the broker's earlier life. Nothing is allocated while the queues are stopped. One that waited before
-/// would be in front of the pins.
+/// True during a recovery, for a job of the broker's earlier life. Any job with cores is one, because stopped queues give out none. One that
+/// waits would be in front of the pins.
 fn is_old(round: &Round, job: &Job, shadow: &Shadow) -> bool {
     !round.broker.is_recovered && (job.state != JobState::Pending || shadow.life != round.broker.life)
 }
@@ -145,7 +145,7 @@ fn possible(round: &mut Round, all: &BTreeMap<Rank, Shadows>, steps: Vec<ShadowS
     let busy: BTreeSet<Rank> = round.world.under_way.iter().filter_map(rank).collect();
     for step in steps.into_iter().filter(|step| !busy.contains(&step.rank())) {
         let (rank, is_cancel) = (step.rank(), matches!(step, ShadowStep::Cancel { .. }));
-        let paused_until = all.get(&rank).and_then(|shadows| shadows.paused_until).filter(|until| round.now < *until);
+        let paused_until = all.get(&rank).and_then(|shadows| shadows.paused_until(round.now));
         if let Some(until) = paused_until.filter(|_| !is_cancel) {
             round.wake_at(until);
         } else if is_cancel || (round.broker.accepts_jobs && !round.world.refused_ranks.contains(&rank)) {
@@ -162,9 +162,9 @@ fn used_on(round: &Round, target: &Target) -> u32 {
     used_cores(target, requested.saturating_sub(by_gangs), round.world.settings.tolerance)
 }
 
-/// How many cores of `target` shadow jobs are to hold: never more than is left of the rank, because Flux refuses a job that asks for more.
-fn wanted_on(round: &Round, target: &Target) -> u32 {
-    used_on(round, target).min(target.cores.saturating_sub(round.gang_cores(target.rank).cores))
+/// How many cores of `target` shadow jobs are to hold if pods use that many: never more than is left of the rank, because Flux refuses a job that asks for more.
+fn wanted_on(round: &Round, target: &Target, used: u32) -> u32 {
+    used.min(target.cores.saturating_sub(round.gang_cores(target.rank).cores))
 }
 
 fn request(round: &Round, target: &Target, cores: u32) -> ShadowRequest {
@@ -185,6 +185,7 @@ struct Shadows<'a> {
 #[derive(Clone, Copy)]
 struct OfRank<'a> {
     job: &'a Job,
+    rank: Rank,
     /// How many of its rank's cores it holds or waits for.
     cores: u32,
     /// It waits for its cores, and does so in this life of the broker.
@@ -199,16 +200,16 @@ fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
             let is_pending = job.state == JobState::Pending && !is_old(round, job, shadow);
             let of_slots = job.held().iter().filter(|slot| slot.rank == shadow.rank).map(|slot| slot.cores.len());
             let held = u32::try_from(of_slots.sum::<usize>()).unwrap_or(u32::MAX);
+            // What a forged record says of a job on another rank counts for nothing.
             let cores = if job.state == JobState::Pending { shadow.cores } else { held };
-            of_rank.jobs.push(OfRank { job, cores, is_pending });
+            of_rank.jobs.push(OfRank { job, rank: shadow.rank, cores, is_pending });
         } else if let Some((cause, at)) = &job.ended_by {
             let pause = match cause {
                 Cause::Denied(_) => PAUSE,
-                // A scheduler ends what holds cores that are not declared any more, once it is reloaded or the broker restarted. Nothing
-                // is wrong then.
+                // A scheduler that is reloaded, or starts with the broker, ends what holds cores that are not declared any more. That is
+                // no refusal: a reload takes less than a second.
                 Cause::Other(_) if shadow.life == round.broker.life => SECOND,
-                Cause::Other(_) => continue,
-                Cause::Canceled | Cause::Ours => continue,
+                Cause::Other(_) | Cause::Canceled | Cause::Ours => continue,
             };
             of_rank.paused_until = of_rank.paused_until.max(Some(at.saturating_add(pause)));
         }
@@ -217,8 +218,8 @@ fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
 }
 
 impl<'a> Shadows<'a> {
-    fn is_paused(&self, now: Moment) -> bool {
-        self.paused_until.is_some_and(|until| now < until)
+    fn paused_until(&self, now: Moment) -> Option<Moment> {
+        self.paused_until.filter(|until| now < *until)
     }
 
     /// How many cores they hold or wait for.
@@ -241,18 +242,19 @@ impl<'a> Shadows<'a> {
     }
 
     /// What makes them hold `wanted` cores. `free`: how many cores of the rank no job holds.
-    /// `is_idle`: no job waits for resources.
+    /// `may_merge`: nobody else would get their cores meanwhile.
     fn steps(
         &self,
         wanted: u32,
-        (rank, free, is_idle): (Rank, u32, bool),
+        free: u32,
+        may_merge: bool,
         request: impl Fn(u32) -> ShadowRequest,
     ) -> Vec<ShadowStep> {
         match wanted.checked_sub(self.cores()) {
-            Some(0) if is_idle => self.merge(request).into_iter().collect(),
+            Some(0) if may_merge => self.merge(request).into_iter().collect(),
             Some(0) => self.split(free, request),
             Some(more) => self.grow(more, free.saturating_sub(self.pending()), request),
-            None => self.shrink(self.cores() - wanted, rank, request),
+            None => self.shrink(self.cores() - wanted, request),
         }
     }
 
@@ -281,12 +283,11 @@ impl<'a> Shadows<'a> {
         }
     }
 
-    /// If they are many: one job in their place. Only when no job waits, which could get their cores. The scheduler takes back each job when
-    /// it is reloaded, one by one.
+    /// Replaces many jobs by one, because a scheduler that is reloaded takes back each job by itself. Only while nobody waits: the cores
+    /// come free one after another, and a smaller job could be planned for them.
     fn merge(&self, request: impl Fn(u32) -> ShadowRequest) -> Option<ShadowStep> {
-        let jobs = || self.jobs.iter().map(|job| job.job.id).collect();
         (self.jobs.len() > MOST_RUNNING).then(|| ShadowStep::Exchange {
-            jobs: jobs(),
+            jobs: self.jobs.iter().map(|job| job.job.id).collect(),
             request: request(self.cores()),
             why: MERGED,
         })
@@ -305,14 +306,14 @@ impl<'a> Shadows<'a> {
     }
 
     /// Gives up `excess` cores: those first that are waited for.
-    fn shrink(&self, mut excess: u32, rank: Rank, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+    fn shrink(&self, mut excess: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
         let mut steps = Vec::new();
         for is_pending in [true, false] {
             let mut jobs: Vec<OfRank<'a>> =
                 self.jobs.iter().filter(|job| job.is_pending == is_pending).copied().collect();
             jobs.sort_by_key(|job| (Reverse(job.cores), Reverse(job.job.id)));
             let mut larger = None;
-            for OfRank { job, cores, .. } in jobs {
+            for OfRank { job, rank, cores, .. } in jobs {
                 if cores <= excess {
                     excess -= cores;
                     steps.push(ShadowStep::Cancel { job: job.id, rank, why: FEWER });

@@ -78,7 +78,7 @@ impl Bed {
             broker: Some(Broker {
                 life: "the first".to_owned(),
                 in_run_since: Some(BEGIN),
-                queues: Queues::Started,
+                queues: Queues::AllStarted,
                 accepts_jobs: true,
                 is_recovered: true,
             }),
@@ -197,6 +197,13 @@ impl Bed {
         panic!("no end: {last:#?}");
     }
 
+    /// One decision, and what it wants is done and shown. Flux gives out nothing meanwhile.
+    pub fn step(&mut self) {
+        let decision = self.decide();
+        decision.actions.iter().for_each(|action| self.carry_out(action));
+        self.deliver(usize::MAX, usize::MAX);
+    }
+
     /// Time passes, with a decision whenever one was asked for.
     pub fn pass(&mut self, time: Millis) {
         let end = self.now + time;
@@ -293,7 +300,7 @@ impl Bed {
 
     /// Flux gives resources to the jobs that wait, the most urgent first; smaller ones may pass larger ones.
     pub fn schedule(&mut self) {
-        if self.broker().queues != Queues::Started {
+        if self.broker().queues != Queues::AllStarted {
             return;
         }
         let mut waiting: Vec<_> = self.jobs.iter().filter(|(_, job)| job.slots.is_none()).map(|(id, _)| *id).collect();

@@ -82,7 +82,7 @@ impl Bed {
                 let broker = self.broker();
                 broker.is_recovered = true;
                 if broker.queues.has_stopped_by_us() {
-                    broker.queues = Queues::Started;
+                    broker.queues = Queues::AllStarted;
                 }
             }
         }

@@ -191,7 +191,7 @@ fn nothing_ends_while_the_scheduler_is_offline() {
     bed.end("a", Phase::Succeeded);
     bed.settle();
     assert_eq!(bed.shown_jobs(), ["default/a 1x1 @0", "default/b 1x1 waits"]);
-    bed.broker().queues = Queues::Started;
+    bed.broker().queues = Queues::AllStarted;
     bed.settle();
     assert_eq!(bed.shown_jobs(), [] as [&str; 0]);
 }

@@ -154,10 +154,10 @@ impl Play {
             19..23 => {
                 let broker = self.bed.broker();
                 broker.queues = match broker.queues {
-                    Queues::Started => Queues::Offline,
+                    Queues::AllStarted => Queues::Offline,
                     // After a restart the queues are stopped when the scheduler is back.
                     Queues::Offline if !broker.is_recovered => Queues::Stopped,
-                    Queues::Offline => Queues::Started,
+                    Queues::Offline => Queues::AllStarted,
                     queues => queues,
                 };
                 "the scheduler goes or comes"
@@ -224,7 +224,7 @@ impl Play {
             // What runs on a rank that was down during recovery waits for its cores, and so does what runs until then.
             let waits = bed.jobs.values().filter_map(|job| Some((job, job.gang_job()?.record.pinned?)));
             let waits = waits.filter(|(job, pinned)| job.slots.is_none() && pinned == rank).count();
-            let is_open = broker.is_recovered && broker.queues == Queues::Started;
+            let is_open = broker.is_recovered && broker.queues == Queues::AllStarted;
             if is_open && waits == 0 {
                 assert!(
                     bed.used(*rank) <= of_gangs,
@@ -251,7 +251,7 @@ impl Play {
         self.bed.seen.targets.values_mut().for_each(|target| target.is_ready = true);
         if self.bed.broker().queues == Queues::Offline {
             let is_recovered = self.bed.broker().is_recovered;
-            self.bed.broker().queues = if is_recovered { Queues::Started } else { Queues::Stopped };
+            self.bed.broker().queues = if is_recovered { Queues::AllStarted } else { Queues::Stopped };
         }
         self.steps.push("settles");
         self.bed.settle();

@@ -83,7 +83,7 @@ fn the_steps_come_one_after_the_other() {
     bed.restart_broker(|_| true, false);
     bed.broker().queues = Queues::Offline;
     assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Scheduler));
-    bed.broker().queues = Queues::Started;
+    bed.broker().queues = Queues::AllStarted;
     assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Queues));
     assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Submit));
     assert_eq!(step(&mut bed), Standing::Recovering(Recovery::Cancel));
@@ -148,7 +148,7 @@ fn nothing_waits_for_a_rank_that_is_down() {
     bed.down.insert(1);
     bed.restart_broker(|_| true, false);
     bed.settle();
-    assert_eq!(bed.broker().queues, Queues::Started);
+    assert_eq!(bed.broker().queues, Queues::AllStarted);
     assert!(bed.shown_jobs().contains(&"default/g 1x1 waits".to_owned()));
     ["g0", "g1"].into_iter().for_each(|name| bed.end(name, Phase::Succeeded));
     bed.settle();
@@ -167,7 +167,7 @@ fn nothing_waits_for_a_gang_whose_jobs_flux_refuses() {
         bed.restart_broker(|_| keeps, false);
         bed.seen.refused.insert(gang_id("g"), "job submission is disabled".into());
         bed.settle();
-        assert_eq!((bed.broker().queues, bed.bound().len()), (Queues::Started, 3), "{what}");
+        assert_eq!((bed.broker().queues, bed.bound().len()), (Queues::AllStarted, 3), "{what}");
         let old = bed.shown_jobs().contains(&"default/g 3x1 @0-1".to_owned());
         assert_eq!(old, keeps, "{what}");
         // Once Flux takes jobs again, what is missing is asked for.
@@ -202,7 +202,7 @@ fn a_recovery_ends_though_flux_refuses_more_gangs_than_can_be_asked_for_within_a
         assert_eq!(refusals, 3, "life {life}: each is asked for once");
         bed.seen.refused.clear();
         bed.settle();
-        assert_eq!((bed.broker().queues, bed.shown_jobs()), (Queues::Started, held.map(str::to_owned).into()));
+        assert_eq!((bed.broker().queues, bed.shown_jobs()), (Queues::AllStarted, held.map(str::to_owned).into()));
     }
 }
 
@@ -214,11 +214,11 @@ fn the_queues_stay_stopped_while_flux_takes_no_jobs_and_pods_run_on_cores_that_n
         bed.restart_broker(|_| keeps, false);
         bed.broker().accepts_jobs = false;
         bed.settle();
-        let expected = if keeps { Queues::Started } else { Queues::Stopped };
+        let expected = if keeps { Queues::AllStarted } else { Queues::Stopped };
         assert_eq!((bed.broker().queues, bed.bound()), (expected, before), "{what}");
         bed.broker().accepts_jobs = true;
         bed.settle();
-        assert_eq!(bed.broker().queues, Queues::Started, "{what}");
+        assert_eq!(bed.broker().queues, Queues::AllStarted, "{what}");
         assert!(is_allocated(&bed, "default/g"), "{what}");
     }
 }
@@ -232,7 +232,7 @@ fn pods_of_a_namespace_in_doubt_keep_their_cores_and_no_other_pod_is_bound_there
     bed.restart_broker(|_| false, false);
     bed.create([pod("late", 1)]);
     bed.settle();
-    assert_eq!((bed.broker().queues, bed.bound()), (Queues::Started, before));
+    assert_eq!((bed.broker().queues, bed.bound()), (Queues::AllStarted, before));
     assert!(is_allocated(&bed, "default/g"));
 }
 
@@ -246,7 +246,7 @@ fn a_gang_that_was_given_cores_and_can_not_be_asked_for_again_is_bound_to_them()
     bed.restart_broker(|_| true, false);
     bed.seen.refused.insert(gang_id("g"), "job submission is disabled".into());
     bed.settle();
-    assert_eq!((bed.broker().queues, bed.shown_jobs()), (Queues::Started, vec!["default/g 2x1 @0".to_owned()]));
+    assert_eq!((bed.broker().queues, bed.shown_jobs()), (Queues::AllStarted, vec!["default/g 2x1 @0".to_owned()]));
     bed.seen.refused.clear();
     bed.settle();
     assert_eq!(bed.bound(), ["g0@node0", "g1@node0"]);
@@ -301,7 +301,7 @@ fn the_queue_stays_closed_until_the_pods_are_known() {
     assert_eq!((decision.report.standing, decision.actions.len()), (Standing::Loading, 0));
     bed.seen.pods = pods;
     bed.settle();
-    assert_eq!(bed.broker().queues, Queues::Started);
+    assert_eq!(bed.broker().queues, Queues::AllStarted);
 }
 
 #[test]
@@ -330,7 +330,7 @@ fn no_queue_is_started_while_the_epoch_ends() {
         assert!(!bed.done.contains(&Action::StartQueues), "recovered: {is_recovered}");
         bed.seen.is_closing = false;
         bed.settle();
-        assert_eq!(bed.broker().queues, Queues::Started, "the epoch goes on");
+        assert_eq!(bed.broker().queues, Queues::AllStarted, "the epoch goes on");
         assert!(is_allocated(&bed, "default/g"));
     }
 }
@@ -345,7 +345,7 @@ fn queues_that_an_administrator_stopped_stay_stopped_during_a_recovery() {
     assert_eq!((broker.queues, broker.is_recovered), (Queues::StoppedByOthers, true));
     assert!(!bed.done.iter().any(|action| matches!(action, Action::StopQueues(_))));
     assert!(!is_allocated(&bed, "default/g"), "it waits for the administrator, before all others");
-    bed.broker().queues = Queues::Started;
+    bed.broker().queues = Queues::AllStarted;
     bed.settle();
     assert!(is_allocated(&bed, "default/g"));
 }
@@ -357,10 +357,10 @@ fn no_queue_stays_open_during_a_recovery_and_those_that_waited_for_it_start() {
     bed.broker().queues = Queues::PartlyStarted;
     bed.settle();
     assert!(bed.done.iter().any(|action| matches!(action, Action::StopQueues(_))));
-    assert_eq!(bed.broker().queues, Queues::Started);
+    assert_eq!(bed.broker().queues, Queues::AllStarted);
     bed.broker().queues = Queues::PartlyStarted;
     bed.settle();
-    assert_eq!(bed.broker().queues, Queues::Started);
+    assert_eq!(bed.broker().queues, Queues::AllStarted);
 }
 
 /// Whoever may make pods in a namespace can write the name of a node in one, and delete it by force before kubelet has taken it up.

@@ -46,7 +46,7 @@ fn cores_that_other_pods_use_are_given_to_nobody_else() {
     bed.create([foreign("db", 1000)]);
     bed.settle();
     assert_eq!((bed.shadows(0), sizes(&bed)), ((3, 0), vec![2, 1]), "what grows is one more job");
-    assert!(bed.jobs.values().filter(|job| job.urgency == USED_CORES_URGENCY).count() == 2);
+    assert_eq!(bed.jobs.values().filter(|job| job.urgency == USED_CORES_URGENCY).count(), 2);
     bed.end("web", Phase::Succeeded);
     bed.settle();
     assert_eq!((bed.shadows(0), sizes(&bed)), ((1, 0), vec![1]), "the job of that size has ended");
@@ -116,28 +116,31 @@ fn pods_of_flux_that_request_little_take_no_cores_from_other_pods() {
     }
 }
 
-#[test]
-fn a_gang_that_gets_no_pin_takes_no_cores_from_other_pods() {
-    // It requests nothing, and a pin would hold a core for it.
+/// A pod that says that it was bound. It requests nothing, and a pin would hold a core for it.
+fn forged() -> PodView {
     let requests = Requests::default();
-    let forged = PodView { requests, phase: Phase::Running, is_taken_up: true, ..annotated("forged", "f", 2) };
-    let forged = PodView { bound: Some(0), ..bound(forged) };
-    let is_alike = |bed: &Bed| (bed.shadows(0), bed.shown_jobs()) == ((3, 0), vec![]);
+    let running = PodView { requests, phase: Phase::Running, is_taken_up: true, ..annotated("forged", "f", 2) };
+    PodView { bound: Some(0), ..bound(running) }
+}
 
+#[test]
+fn a_gang_whose_pin_is_refused_takes_no_cores_from_other_pods() {
     let mut bed = beside_web(3500);
     bed.seen.refused.insert(gang_id("f"), "its job is refused".to_owned());
-    bed.create([forged.clone()]);
+    bed.create([forged()]);
     bed.settle();
-    assert!(is_alike(&bed), "{:?} {:?}", bed.shadows(0), bed.shown_jobs());
+    assert_eq!((bed.shadows(0), bed.shown_jobs()), ((3, 0), vec![]));
+}
 
+#[test]
+fn a_gang_that_comes_during_a_recovery_takes_no_cores_from_other_pods() {
     let mut bed = beside_web(3500);
     bed.restart_broker(|_| true, false);
     bed.decide();
-    bed.create([forged]);
+    bed.create([forged()]);
+    bed.deliver(usize::MAX, usize::MAX);
     while bed.broker().queues == Queues::Stopped {
-        bed.deliver(usize::MAX, usize::MAX);
-        let decision = bed.decide();
-        decision.actions.iter().for_each(|action| bed.carry_out(action));
+        bed.step();
     }
     assert_eq!(bed.shadows(0), (0, 3), "they are first in the queue");
 }
@@ -205,11 +208,10 @@ fn a_recovery_ends_though_other_pods_come_and_go() {
     for milli in [2500, 1500, 3500, 1500, 3500] {
         bed.change("web", |pod| pod.requests.cpu = milli);
         bed.deliver(usize::MAX, usize::MAX);
-        let decision = bed.decide();
-        decision.actions.iter().for_each(|action| bed.carry_out(action));
+        bed.step();
     }
     bed.settle();
-    assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::Started, (3, 0)));
+    assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::AllStarted, (3, 0)));
 }
 
 #[test]
@@ -218,20 +220,22 @@ fn a_recovery_ends_though_the_clock_was_set_back_or_the_bridge_connects_again() 
     bed.restart_broker(|_| true, false);
     bed.broker().in_run_since = Some(bed.now + 3600 * SECOND);
     bed.settle();
-    assert_eq!((bed.broker().queues, bed.shadows(0), sizes(&bed)), (Queues::Started, (1, 0), vec![1]));
+    assert_eq!((bed.broker().queues, bed.shadows(0), sizes(&bed)), (Queues::AllStarted, (1, 0), vec![1]));
     bed.restart_broker(|_| true, false);
-    let decision = bed.decide();
-    decision.actions.iter().for_each(|action| bed.carry_out(action));
-    bed.deliver(usize::MAX, usize::MAX);
+    bed.step();
     bed.set_time(bed.now + 60 * SECOND);
     bed.broker().in_run_since = Some(bed.now);
     bed.settle();
     let submitted = bed.done.iter().filter(|action| matches!(action, Action::Shadow(ShadowStep::Submit(_)))).count();
-    assert_eq!((bed.broker().queues, sizes(&bed), submitted), (Queues::Started, vec![1], 3), "once for each restart");
+    assert_eq!(
+        (bed.broker().queues, sizes(&bed), submitted),
+        (Queues::AllStarted, vec![1], 3),
+        "once for each restart"
+    );
 }
 
 #[test]
-fn a_rank_whose_old_shadow_job_the_scheduler_has_ended_is_asked_for_in_the_same_recovery() {
+fn a_shadow_job_that_the_scheduler_ended_is_replaced_in_the_same_recovery() {
     let mut bed = beside_web(1500);
     bed.restart_broker(|_| true, false);
     let old = *bed.jobs.keys().next().unwrap();
@@ -242,7 +246,7 @@ fn a_rank_whose_old_shadow_job_the_scheduler_has_ended_is_asked_for_in_the_same_
     bed.settle();
     assert_eq!(
         (bed.broker().queues, bed.shadows(0), bed.held(0)),
-        (Queues::Started, (1, 0), (0, 1)),
+        (Queues::AllStarted, (1, 0), (0, 1)),
         "the host job waits"
     );
 }
@@ -255,7 +259,7 @@ fn a_recovery_waits_for_no_rank_whose_shadow_job_is_refused_and_leaves_it_what_i
     bed.restart_broker(|_| true, false);
     bed.seen.refused_ranks = [0].into();
     bed.settle();
-    assert_eq!((bed.broker().queues, bed.shadows(0), bed.shadows(1)), (Queues::Started, (1, 0), (1, 0)));
+    assert_eq!((bed.broker().queues, bed.shadows(0), bed.shadows(1)), (Queues::AllStarted, (1, 0), (1, 0)));
     assert_eq!(bed.jobs.values().filter(|job| job.slots.is_some()).count(), 2);
     bed.change("web", |pod| pod.requests.cpu = 2500);
     bed.settle();
@@ -267,7 +271,7 @@ fn a_recovery_waits_for_no_rank_whose_shadow_job_is_refused_and_leaves_it_what_i
 
 #[test]
 fn queues_stay_stopped_while_flux_takes_no_jobs_and_other_pods_use_cores_that_no_job_holds() {
-    for (keeps, expected) in [(true, Queues::Started), (false, Queues::Stopped)] {
+    for (keeps, expected) in [(true, Queues::AllStarted), (false, Queues::Stopped)] {
         let mut bed = beside_web(1500);
         bed.restart_broker(|_| keeps, false);
         bed.broker().accepts_jobs = false;
@@ -277,7 +281,7 @@ fn queues_stay_stopped_while_flux_takes_no_jobs_and_other_pods_use_cores_that_no
         assert_eq!(is_disabled, !keeps);
         bed.broker().accepts_jobs = true;
         bed.settle();
-        assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::Started, (1, 0)));
+        assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::AllStarted, (1, 0)));
     }
 }
 
@@ -287,7 +291,7 @@ fn a_member_whose_node_is_deleted_keeps_its_shadow_jobs_over_a_restart() {
     let target = bed.seen.targets.remove(&0).unwrap();
     bed.restart_broker(|_| true, false);
     bed.settle();
-    assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::Started, (1, 0)));
+    assert_eq!((bed.broker().queues, bed.shadows(0)), (Queues::AllStarted, (1, 0)));
     bed.seen.targets.insert(0, target);
     bed.settle();
     assert_eq!(bed.shadows(0), (1, 0));
@@ -307,9 +311,7 @@ fn shadow_jobs_leave_the_cores_that_pins_ask_for() {
     assert_eq!((bed.held(0), bed.shadows(0)), ((6, 8), (2, 0)), "two slots of three cores");
     bed.restart_broker(|_| false, true);
     while bed.broker().queues == Queues::Stopped {
-        let decision = bed.decide();
-        decision.actions.iter().for_each(|action| bed.carry_out(action));
-        bed.deliver(usize::MAX, usize::MAX);
+        bed.step();
         let (held, waits) = bed.shadows(0);
         assert!(held + waits <= 2, "{waits} cores beside a pin of six, on eight");
     }
@@ -398,14 +400,14 @@ fn many_shadow_jobs_of_a_rank_are_merged_once_no_job_waits() {
     let mut bed = Bed::new(&[16]);
     bed.submit_host_job(1, 6);
     bed.settle();
-    let waits = *bed.jobs.keys().last().unwrap();
+    let runs = *bed.jobs.keys().last().unwrap();
     bed.submit_host_job(1, 16);
     for number in 0..8 {
         bed.create([foreign(&format!("web{number}"), 1000)]);
         bed.settle();
     }
     assert_eq!((bed.shadows(0), sizes(&bed).len()), ((8, 0), 8), "not while a job waits");
-    let waits = *bed.jobs.keys().find(|id| **id > waits).unwrap();
+    let waits = *bed.jobs.keys().find(|id| **id > runs).unwrap();
     bed.cancel(waits, "");
     bed.settle();
     assert_eq!((bed.shadows(0), sizes(&bed)), ((8, 0), vec![8]));
@@ -466,7 +468,7 @@ fn nothing_of_a_shadow_job_ends_while_the_scheduler_is_offline() {
     bed.end("web", Phase::Succeeded);
     bed.settle();
     assert_eq!(bed.shadows(0), (1, 0));
-    bed.broker().queues = Queues::Started;
+    bed.broker().queues = Queues::AllStarted;
     bed.settle();
     assert_eq!(bed.shadows(0), (0, 0));
     assert!(!bed.done.iter().any(|action| matches!(action, Action::Evict { .. })));
