@@ -35,7 +35,7 @@ use hostapi::Refusal;
 /// The number of symlinks that Linux follows.
 const MOST_LINKS: usize = 40;
 /// Most bytes read of a file. A roster of ten thousand nodes has some megabytes.
-const MOST_BYTES: u64 = 64 << 20;
+pub const MOST_BYTES: u64 = 64 << 20;
 /// Write permission of the group and of others.
 pub const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// To examine what is there without opening it.

@@ -16,7 +16,11 @@ use super::{
     extract::MAX_METADATA,
     tree::{Tree, USUAL_OF_DIRECTORY, USUAL_OF_FILE, is_open, is_utf8, mode, open_below, others_bits},
 };
-use host::{host_root::HostRoot, opening::open_uncovered, trust};
+use host::{
+    host_root::HostRoot,
+    opening::open_uncovered,
+    trust::{self, MOST_BYTES},
+};
 
 /// File name of the records in an environment.
 pub(crate) const RECORDS: &str = ".flux-distribute.records.json";
@@ -126,7 +130,13 @@ impl Records {
     }
 
     pub(super) fn write(&self, root: &Path) -> io::Result<()> {
-        write_public(&root.join(RECORDS), &serde_json::to_vec(self)?)
+        let text = serde_json::to_vec(self)?;
+        // What can't be read again would never be checked.
+        if text.len() as u64 > MOST_BYTES {
+            let what = format!("the names of its files take {} bytes, more than {MOST_BYTES}", text.len());
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, what));
+        }
+        write_public(&root.join(RECORDS), &text)
     }
 }
 
@@ -134,4 +144,29 @@ impl Records {
 pub(super) fn write_public(path: &Path, content: &[u8]) -> io::Result<()> {
     fs::write(path, content)?;
     fs::set_permissions(path, fs::Permissions::from_mode(USUAL_OF_FILE))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_that_could_not_be_read_again_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let long = usize::try_from(MOST_BYTES / 6).unwrap();
+        for (name, is_written) in [("a", true), ("\u{1}", false)] {
+            let links = [(PathBuf::from("link"), PathBuf::from(name.repeat(long)))].into();
+            let written = Records { links, ..Records::default() }.write(directory.path());
+            assert_eq!(
+                written.map_err(|error| error.kind()).err(),
+                (!is_written).then_some(io::ErrorKind::FileTooLarge)
+            );
+        }
+        assert_eq!(
+            fs::metadata(directory.path().join(RECORDS)).unwrap().len() / MOST_BYTES,
+            0,
+            "the first one is left"
+        );
+    }
 }

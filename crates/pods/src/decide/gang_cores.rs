@@ -25,10 +25,12 @@ pub(super) fn count(round: &Round, may_be_asked_for: impl Fn(&GangId) -> bool) -
         let mut waiting = WaitingPins::of(holdings);
         for (pod, rank, slot) in covered.chain(uncovered).filter(|(pod, ..)| pod.may_be_there()) {
             let Some(target) = round.world.targets.get(&rank) else { continue };
-            let to_be_pinned = || can_be_pinned.then(|| requests::cores(pod.requests.cpu, target.threads));
-            // In this order: what a restarted broker had given before is replaced by the pin.
-            let cores = waiting.take(pod).or(slot).or_else(to_be_pinned).unwrap_or(0);
             let of_rank = by_rank.entry(rank).or_default();
+            // In this order: what a restarted broker had given before is replaced by the pin.
+            let slot = waiting.take(pod).or(slot);
+            of_rank.is_incomplete |= slot.is_none() && can_be_pinned;
+            let to_be_pinned = || can_be_pinned.then(|| requests::cores(pod.requests.cpu, target.threads));
+            let cores = slot.or_else(to_be_pinned).unwrap_or(0);
             of_rank.cores = of_rank.cores.saturating_add(cores);
             let requested = pod.requests.cpu.min(u64::from(cores).saturating_mul(target.core()));
             of_rank.requested = of_rank.requested.saturating_add(requested);

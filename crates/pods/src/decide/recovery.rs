@@ -21,7 +21,7 @@ use super::{
     gang_cores,
     hold::Holdings,
     memory::{Asked, Memory, RecoveryMemory},
-    pause::is_paused,
+    pause::is_refused,
     pins::{Again, submit_pins},
     request::request,
     round::Round,
@@ -188,7 +188,7 @@ fn note_asked(memory: &mut Memory, gang: &Gang) {
 /// Remembers until the end of the recovery for which gangs Flux has refused a job. If such a gang were asked for again after a while, a
 /// recovery might never end: before the last of some thousand gangs is refused, the first would be due again.
 fn note_refusals(round: &Round, memory: &mut Memory) {
-    let refused = round.gangs.iter().map(|(gang, _)| &gang.id).filter(|gang| is_paused(round, gang));
+    let refused = round.gangs.iter().map(|(gang, _)| &gang.id).filter(|gang| is_refused(round, gang));
     memory.recovery.given_up.extend(refused.cloned());
 }
 

@@ -13,7 +13,7 @@ use api::Rank;
 use super::{pins::Again, round::Round};
 use crate::{
     action::{Action, ShadowStep},
-    jobs::{Cause, HeldCores, Job, JobState},
+    jobs::{Cause, HeldCores, Job, JobClass, JobState},
     shadow::{Shadow, ShadowRequest, used_cores},
     target::Target,
     time::{Moment, SECOND},
@@ -52,7 +52,11 @@ pub(super) fn keep(round: &mut Round) -> (OtherPods, Vec<Action>) {
         let HeldCores { hosts, gangs, .. } = round.held_cores(*rank);
         let by_other_jobs = hosts.saturating_add(gangs);
         let used = used_on(round, target);
-        let wanted = wanted_on(round, target, used);
+        let mut wanted = wanted_on(round, target, used);
+        // Until a pin shows that is to hold cores in their place, shadow jobs keep them: another job would be faster.
+        if round.gang_cores(*rank).is_incomplete {
+            wanted = wanted.max(shadows.cores());
+        }
         found.cores = found.cores.saturating_add(wanted);
         let overlapping = by_other_jobs.saturating_add(used).saturating_sub(target.cores).min(used);
         found.overlapping = found.overlapping.saturating_add(overlapping);
@@ -65,10 +69,11 @@ pub(super) fn keep(round: &mut Round) -> (OtherPods, Vec<Action>) {
     (found, possible(round, &all, steps))
 }
 
-/// No job waits, no gang does, and Flux gives out cores as soon as one comes.
+/// No job waits that could get the cores of a shadow job, no gang does, and Flux gives out cores as soon as one comes.
 fn is_idle(round: &Round) -> bool {
-    let none_waits = round.jobs.iter().all(|job| job.state != JobState::Pending);
-    let no_gang_waits = round.gangs.iter().all(|(gang, _)| gang.waiting().next().is_none());
+    let waits = |job: &Job| job.state == JobState::Pending && job.urgency > 0;
+    let none_waits = round.jobs.iter().all(|job| !waits(job) || matches!(job.class, JobClass::Shadow(_)));
+    let no_gang_waits = round.gangs.iter().all(|(gang, _)| gang.problem.is_some() || gang.waiting().next().is_none());
     none_waits && no_gang_waits && round.world.under_way.is_empty() && round.broker.queues == Queues::AllStarted
 }
 
@@ -251,8 +256,9 @@ impl<'a> Shadows<'a> {
         request: impl Fn(u32) -> ShadowRequest,
     ) -> Vec<ShadowStep> {
         match wanted.checked_sub(self.cores()) {
+            Some(0) if self.pending() > 0 => self.split(free, request),
             Some(0) if may_merge => self.merge(request).into_iter().collect(),
-            Some(0) => self.split(free, request),
+            Some(0) => Vec::new(),
             Some(more) => self.grow(more, free.saturating_sub(self.pending()), request),
             None => self.shrink(self.cores() - wanted, request),
         }

@@ -1,5 +1,7 @@
 //! The way back after a start of the broker.
 
+use serde_json::json;
+
 use broker::job_id::JobId;
 
 use super::{
@@ -429,4 +431,20 @@ fn a_gang_whose_turn_comes_late_is_asked_for_before_the_queues_start() {
         }
     }
     assert_eq!(bed.held(0), (4, 4), "{:?}", bed.shown_jobs());
+}
+
+#[test]
+fn a_gang_whose_old_job_the_starting_scheduler_ends_gets_its_cores_again_in_the_same_recovery() {
+    let mut bed = Bed::new(&[4]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    bed.restart_broker(|_| true, false);
+    let old = *bed.jobs.keys().next().unwrap();
+    let ended =
+        json!({"name": "exception", "type": "scheduler-restart", "severity": 0, "note": "failed to reallocate R"});
+    bed.end_job(old, &[ended], 0);
+    bed.submit_host_job(1, 4);
+    bed.settle();
+    assert_eq!((bed.broker().queues, bed.held(0)), (Queues::AllStarted, (2, 2)), "the host job waits");
 }
