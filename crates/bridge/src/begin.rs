@@ -33,7 +33,7 @@ use pods::{
     record::ANNOTATION_JOB,
 };
 
-use crate::{flux::start_queues, tell, under_way::Outcome};
+use crate::{flux::start_queues, placeholders, tell, under_way::Outcome};
 
 /// What actions are carried out with.
 #[derive(Clone)]
@@ -79,6 +79,7 @@ impl Tools {
             Action::SuspendJob { job, reason, .. } => by_api_server(self.set_suspended(job, Some(*reason)).await),
             Action::ResumeJob(job) => by_api_server(self.set_suspended(job, None).await),
             Action::Shadow(step) => self.shadow(step).await,
+            Action::Placeholder(step) => placeholders::carry_out(&self.client, &self.identity, step).await,
             Action::StopQueues(reason) => by_queues(queues::stop(&self.broker, reason).await),
             Action::StartQueues => by_queues(start_queues(&self.broker).await),
         }

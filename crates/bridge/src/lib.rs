@@ -9,6 +9,7 @@ mod facts;
 mod flux;
 mod lease;
 mod opted_in;
+mod placeholders;
 mod run;
 mod tell;
 mod under_way;
@@ -17,7 +18,7 @@ mod without_bridge;
 
 use std::sync::Arc;
 
-use api::{PodCounts, Roster};
+use api::{Nodes, PodCounts, Roster};
 use broker::rfc3::{Client as Broker, RpcError};
 use futures::future::BoxFuture;
 use kube::Client;
@@ -36,6 +37,8 @@ pub struct Told {
     pub is_closing: bool,
     /// `spec.pods`
     pub settings: Settings,
+    /// `spec.nodes`, which says which nodes are Flux's alone.
+    pub nodes: Nodes,
 }
 
 /// What the bridge works with.

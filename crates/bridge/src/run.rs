@@ -16,7 +16,7 @@ use kube::Api;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 
-use api::{PodCounts, Rank, RosterEntry};
+use api::{Nodes, PodCounts, Rank, RosterEntry};
 use base::error_chain;
 use broker::{queues::ensure_recorded, rfc3::RpcError};
 use cluster::call;
@@ -277,7 +277,7 @@ impl Kubernetes {
         };
         let theirs = bridged.filter(|pod| namespaces.contains(&pod.namespace));
         let facts: Facts = self.lookups.facts(&self.bridge.client, theirs, kube_jobs).await;
-        let targets = targets(&told.roster.ranks, nodes);
+        let targets = targets(&told.roster.ranks, nodes, &told.nodes);
         // Lent to the world, without a copy.
         let none = Jobs::of(life.flux.client.uid());
         let (pods, mut jobs) = (std::mem::take(&mut self.watched.pods), std::mem::replace(&mut life.flux.jobs, none));
@@ -352,12 +352,16 @@ fn namespaces<'a>(
 }
 
 /// The nodes that pods may be bound to.
-fn targets(of_roster: &BTreeMap<Rank, RosterEntry>, nodes: &BTreeMap<String, Node>) -> BTreeMap<Rank, Target> {
+fn targets(
+    of_roster: &BTreeMap<Rank, RosterEntry>,
+    nodes: &BTreeMap<String, Node>,
+    spec: &Nodes,
+) -> BTreeMap<Rank, Target> {
     let target = |rank: Rank| {
         let entry = of_roster.get(&rank)?;
         let member = entry.member.as_ref()?;
         let node = nodes.get(&member.node).filter(|node| node.metadata.uid.as_deref() == Some(&member.uid))?;
-        let found = Target::of(node, rank, entry.resources.as_ref()?);
+        let found = Target::of(node, rank, entry.resources.as_ref()?, spec);
         let found =
             found.inspect_err(|error| debug!(%error, node = member.node, "can't read a Node's resources")).ok()?;
         Some((rank, found?))
@@ -402,7 +406,7 @@ mod tests {
             let of_roster = [(of_node, entry("new", None)), (of_former, entry("former", Some(5)))].into();
             let mut node = Node::default();
             (node.metadata.name, node.metadata.uid) = (Some("b".into()), Some("new".into()));
-            let targets = targets(&of_roster, &[("b".to_owned(), node)].into());
+            let targets = targets(&of_roster, &[("b".to_owned(), node)].into(), &Nodes::default());
             assert_eq!(targets.keys().copied().collect::<Vec<_>>(), [of_node]);
             assert_eq!(ranks(&of_roster, &targets), [("b".to_owned(), of_node)].into(), "{of_former} is retained");
             for gone_since in [None, Some(9)] {

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use api::Rank;
 use broker::job_id::JobId;
 use pods::{
-    action::{Action, ShadowStep},
+    action::{Action, PlaceholderStep, ShadowStep},
     facts::Facts,
     jobs::Jobs,
     record::GangId,
@@ -168,6 +168,15 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
             .all(|pod| pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())),
         Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),
         Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_suspended),
+        // If the new pod does not show yet, it is made once more, which the API server refuses.
+        Action::Placeholder(PlaceholderStep::Make { .. }) => true,
+        Action::Placeholder(PlaceholderStep::Resize { pod, size }) => {
+            let found = pods.by_uid.get(&pod.uid).and_then(|pod| pod.placeholder.as_ref());
+            found.is_none_or(|placeholder| placeholder.asks == *size)
+        }
+        Action::Placeholder(PlaceholderStep::Remove { pod }) => {
+            pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())
+        }
         Action::StopQueues(_) | Action::StartQueues => true,
     }
 }

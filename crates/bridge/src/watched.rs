@@ -202,10 +202,10 @@ impl Watched {
         }
     }
 
-    /// Only pods that matter are kept: those that are bridged, and those that take room on a node. Returns true if anything has changed.
+    /// Only pods that matter are kept: those that are bridged, placeholder pods, and those that take room on a node. Returns true if anything has changed.
     fn keep_pod(&mut self, pod: &Pod) -> bool {
         let view = PodView::of(pod, None);
-        match view.is_bridged || (view.node.is_some() && !view.is_terminal()) {
+        match view.is_bridged || view.placeholder.is_some() || (view.node.is_some() && !view.is_terminal()) {
             true => put(&mut self.pods.by_uid, (view.uid.clone(), view)),
             false => self.pods.by_uid.remove(&view.uid).is_some(),
         }

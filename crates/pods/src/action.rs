@@ -6,6 +6,7 @@ use broker::job_id::JobId;
 use crate::{
     facts::{KubeJob, SuspendReason},
     jobspec::JobRequest,
+    placeholder::Size,
     pod::PodView,
     record::{GangId, PodRecord},
     shadow::ShadowRequest,
@@ -67,6 +68,8 @@ pub enum Action {
     ResumeJob(KubeJobRef),
     /// Change the shadow jobs of a rank. The journal shows it.
     Shadow(ShadowStep),
+    /// Change the placeholder pod of a node. The pod shows it.
+    Placeholder(PlaceholderStep),
     /// Stop the queues, with this reason.
     StopQueues(String),
     /// Write the broker's name into Lease `flux-bridge`, then start the queues for whose reason [`crate::world::Queues::is_ours`].
@@ -104,6 +107,42 @@ impl ShadowStep {
         match self {
             Self::Submit(request) | Self::Exchange { request, .. } => request.rank,
             Self::Cancel { rank, .. } => *rank,
+        }
+    }
+}
+
+/// What is to be done with the placeholder pod of a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PlaceholderStep {
+    /// Create it. There may be one already, which the next world shows.
+    Make {
+        /// The Node, whose name the pod gets.
+        node: String,
+        /// Its uid: the Node owns the pod.
+        node_uid: String,
+        /// What it asks for.
+        size: Size,
+    },
+    /// Change what it asks for (subresource resize).
+    Resize {
+        /// The pod.
+        pod: PodRef,
+        /// What it is to ask for.
+        size: Size,
+    },
+    /// Delete it.
+    Remove {
+        /// The pod.
+        pod: PodRef,
+    },
+}
+
+impl PlaceholderStep {
+    /// The name of its node.
+    pub fn node(&self) -> &str {
+        match self {
+            Self::Make { node, .. } => node,
+            Self::Resize { pod, .. } | Self::Remove { pod } => &pod.name,
         }
     }
 }
@@ -221,6 +260,7 @@ impl Action {
             | Self::ResumeJob(_)
             | Self::Shadow(_)
             | Self::StopQueues(_)
+            | Self::Placeholder(_)
             | Self::StartQueues => None,
         }
     }
@@ -238,6 +278,7 @@ impl Action {
             | Self::ResumeJob(_)
             | Self::Shadow(_)
             | Self::StopQueues(_)
+            | Self::Placeholder(_)
             | Self::StartQueues => None,
         }
     }

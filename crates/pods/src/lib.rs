@@ -8,6 +8,7 @@
 //! - a pod is bound once, after everything was checked that kubelet would refuse it by ([`mod@check`]);
 //! - a gang that runs in part is completed, and its other pods stay;
 //! - what pods of other schedulers use of a node is held by jobs too ([`shadow`]);
+//! - what host jobs use of a node is requested by a pod ([`placeholder`]), so that other schedulers don't give it away;
 //! - nothing that happens to a broker or an agent evicts a pod; only a `flux cancel` and a gang that can't be completed do;
 //! - annotations are hints. The node of a pod is its spec.nodeName, its cores are its requests, and a job is for the pods that
 //!   its own record lists, or for those of its gang that take their place.
@@ -43,6 +44,7 @@ pub mod occupied;
 pub mod place;
 #[cfg(test)]
 mod place_tests;
+pub mod placeholder;
 pub mod pod;
 #[cfg(test)]
 mod pod_tests;

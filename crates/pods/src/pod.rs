@@ -9,6 +9,7 @@ use k8s_openapi::{
 
 use crate::{
     node_rules::NodeRules,
+    placeholder::Placeholder,
     record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord, is_label_like},
     requests::Requests,
     time::{Millis, Moment, SECOND},
@@ -73,6 +74,8 @@ pub struct PodView {
     pub hints: Hints,
     /// Its place in its gang, if its controller gives it one.
     pub index: Option<u32>,
+    /// Only of a placeholder pod.
+    pub placeholder: Option<Placeholder>,
 }
 
 /// status.phase
@@ -230,6 +233,7 @@ impl PodView {
             owner,
             hints,
             index,
+            placeholder: Placeholder::of(pod),
         }
     }
 

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Node, Taint};
 
-use api::{Declared, Rank};
+use api::{Declared, Nodes, Rank};
+use model::eligibility::{NodeView, is_dedicated};
 
 use crate::{
     node_rules::Labels,
@@ -15,6 +16,16 @@ use crate::{
 const CORDONED: &str = "node.kubernetes.io/unschedulable";
 /// Beginning of the taints that report a node's condition. They come and go with it.
 const CONDITION_TAINTS: &str = "node.kubernetes.io/";
+
+/// The minor version of Kubernetes 1 whose kubelet resizes pods in place without being asked to by a feature gate.
+const RESIZES_SINCE: u32 = 33;
+
+/// Such as 36 for `v1.36.2`.
+fn kubelet_minor(node: &Node) -> Option<u32> {
+    let version = &node.status.as_ref()?.node_info.as_ref()?.kubelet_version;
+    let digits: String = version.strip_prefix("v1.")?.chars().take_while(char::is_ascii_digit).collect();
+    digits.parse().ok()
+}
 
 /// A Node that holds a rank.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -37,6 +48,10 @@ pub struct Target {
     pub cores: u32,
     /// Hardware threads of a core.
     pub threads: u32,
+    /// kubelet can resize a pod in place (Kubernetes 1.33).
+    pub can_resize: bool,
+    /// Only Flux uses it: a taint that the spec tolerates keeps other pods off.
+    pub is_dedicated: bool,
     /// What these cores are in thousandths of a hardware thread, as the Node counts CPUs.
     pub declared_cpu: u64,
 }
@@ -57,14 +72,14 @@ pub struct Allocatable {
 }
 
 impl Target {
-    /// The target that `node` is, whose rank declares `declared`. None if no job ever runs on that rank.
+    /// The target that `node` is, whose rank declares `declared`. `nodes`: spec.nodes. None if no job ever runs on that rank.
     ///
     /// A core has as many threads as the Node has CPUs for each core that hwloc counts. Where cores differ, that is
     /// rounded down, so that a pod holds rather more cores than fewer.
     ///
     /// # Errors
     /// A quantity in the Node's status can't be read.
-    pub fn of(node: &Node, rank: Rank, declared: &Declared) -> Result<Option<Self>, UnreadableRequest> {
+    pub fn of(node: &Node, rank: Rank, declared: &Declared, nodes: &Nodes) -> Result<Option<Self>, UnreadableRequest> {
         if declared.excluded {
             return Ok(None);
         }
@@ -92,9 +107,21 @@ impl Target {
             is_ready: conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True"),
             allocatable: Allocatable { cpu, memory, ephemeral, pods, extended: allocatable },
             cores: u32::try_from(cores).unwrap_or(u32::MAX),
+            can_resize: kubelet_minor(node).is_some_and(|minor| minor >= RESIZES_SINCE),
+            is_dedicated: is_dedicated(&NodeView::from(node), nodes),
             threads: u32::try_from(threads).unwrap_or(u32::MAX).max(1),
             declared_cpu: (capacity.saturating_mul(cores as u64)).div_ceil(u64::from(declared.cores.max(1))),
         }))
+    }
+
+    /// What host jobs use of it is requested by a placeholder pod.
+    pub fn has_placeholder(&self) -> bool {
+        self.can_resize && !self.is_dedicated
+    }
+
+    /// Somebody has cordoned it.
+    pub fn is_cordoned(&self) -> bool {
+        self.taints.iter().any(|taint| taint.key == CORDONED)
     }
 
     /// What a core is, in thousandths of a hardware thread.
@@ -116,7 +143,7 @@ mod tests {
 
     fn target(spec: Value, status: Value, declared: Declared) -> Option<Target> {
         let node = json!({"metadata": {"name": "node1", "uid": "u"}, "spec": spec, "status": status});
-        Target::of(&serde_json::from_value(node).unwrap(), 3, &declared).unwrap()
+        Target::of(&serde_json::from_value(node).unwrap(), 3, &declared, &Nodes::default()).unwrap()
     }
 
     fn declared(cores: u32) -> Declared {

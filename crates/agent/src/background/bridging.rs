@@ -83,7 +83,8 @@ impl Bridging {
             Wanted::Nothing => {}
             Wanted::Bridge { roster, is_closing } => {
                 let settings = settings(&inputs.spec);
-                self.run_bridge(ops, Told { roster: Arc::clone(roster), is_closing, settings });
+                let nodes = inputs.spec.nodes.clone();
+                self.run_bridge(ops, Told { roster: Arc::clone(roster), is_closing, settings, nodes });
             }
             Wanted::Cleanup { broker, starts_queues } => self.begin_cleanup(broker, starts_queues),
         }

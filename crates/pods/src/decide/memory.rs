@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use api::Rank;
 
-use crate::{action::Reason, record::GangId, time::Moment};
+use crate::{action::Reason, placeholder::Size, record::GangId, time::Moment};
 
 /// See the module.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -19,6 +19,25 @@ pub struct Memory {
     /// What the bridge said about each pod, and when, by uid.
     pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Moment)>>,
     pub(super) recovery: RecoveryMemory,
+    /// By node.
+    pub(super) placeholders: BTreeMap<String, PlaceholderMemory>,
+}
+
+/// What is remembered of a node's placeholder pod.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct PlaceholderMemory {
+    /// Since when no host job has run there.
+    pub idle_since: Option<Moment>,
+    /// The pod that was seen last.
+    pub uid: String,
+    /// When that was made.
+    pub created: Moment,
+    /// How many pods in a row did not last.
+    pub tries: u32,
+    /// What it asks for.
+    pub asks: Option<Size>,
+    /// Since when.
+    pub asks_since: Moment,
 }
 
 /// What holds up a recovery: gangs that were there when it began, until they are asked for. Otherwise somebody who goes on making

@@ -9,6 +9,7 @@ mod order;
 mod patience;
 mod pause;
 mod pins;
+mod placeholders;
 mod queue;
 mod recovery;
 mod request;
@@ -169,6 +170,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     round.actions.extend(of_shadows);
     patience::resume(round);
     order::keep_order(round, queue);
+    placeholders::keep(round, &mut memory.placeholders);
     report
 }
 

@@ -10,6 +10,7 @@ use crate::{
     gangs::{Gang, Known, gangs},
     jobs::{GangJob, HeldCores, Job, JobState, Jobs, OUR_NOTE},
     jobspec::JobRequest,
+    placeholder::Placeholder,
     pod::{FORCED_HOLD, Phase, PodView},
     record::{GangId, GangKind, JobRecord},
     target::Target,
@@ -32,6 +33,8 @@ pub(super) struct Round<'a> {
     pub gang_cores: BTreeMap<Rank, GangCores>,
     /// See [`Round::held_cores`].
     held_cores: BTreeMap<Rank, HeldCores>,
+    /// The placeholder pod of each node that has one.
+    pub placeholders: BTreeMap<&'a str, (&'a PodView, &'a Placeholder)>,
     /// The rank of each member's node.
     pub ranks: BTreeMap<&'a str, Rank>,
     /// The ranks of all targets.
@@ -75,6 +78,11 @@ pub(super) fn listed(jobs: &Jobs) -> BTreeMap<&str, &GangId> {
     listed
 }
 
+fn placeholder(pod: &PodView) -> Option<(&str, (&PodView, &Placeholder))> {
+    let (node, placeholder) = (pod.node.as_deref()?, pod.placeholder.as_ref()?);
+    pod.gone.is_none().then_some((node, (pod, placeholder)))
+}
+
 impl<'a> Round<'a> {
     pub fn new(
         (world, broker, jobs, pods): (&'a World, &'a Broker, &'a Jobs, &'a Pods),
@@ -106,7 +114,7 @@ impl<'a> Round<'a> {
             }
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
-        let there: Vec<&PodView> = shown.iter().copied().filter(|pod| pod.may_be_there()).collect();
+        let there = shown.iter().copied().filter(|pod| pod.may_be_there() && pod.placeholder.is_none());
         let gangs = gangs(shown.iter().copied(), known, now).into_iter().map(|gang| {
             let jobs = by_gang.get(&gang.id).map_or(&[][..], Vec::as_slice);
             let holdings = Holdings::of(&gang, jobs, &ranks, now);
@@ -120,8 +128,9 @@ impl<'a> Round<'a> {
             pods,
             now,
             gangs,
-            usage: UsageByNode::of(there.iter().copied(), |pod| known.is_foreign(pod), now),
+            usage: UsageByNode::of(there, |pod| known.is_foreign(pod), now),
             gang_cores: BTreeMap::new(),
+            placeholders: shown.iter().copied().filter_map(placeholder).collect(),
             held_cores: jobs.held_cores(),
             ranks,
             members: world.targets.keys().copied().collect(),

@@ -162,6 +162,9 @@ fn possible(round: &mut Round, all: &BTreeMap<Rank, Shadows>, steps: Vec<ShadowS
 
 /// How many cores of `target` pods use that no job of a gang holds.
 fn used_on(round: &Round, target: &Target) -> u32 {
+    if target.is_dedicated {
+        return 0;
+    }
     let requested = round.usage.all(&target.node).requests.cpu;
     let by_gangs = round.gang_cores(target.rank).requested;
     used_cores(target, requested.saturating_sub(by_gangs), round.world.settings.tolerance)

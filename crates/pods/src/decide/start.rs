@@ -9,6 +9,7 @@ use super::{
     hold::{Held, Holdings},
     memory::Memory,
     pause::reason_to_pause,
+    placeholders::must_shrink,
     queue::{QueuePlace, WaitingJob, may_change_at},
     request::{is_as_wanted, is_large_enough, request},
     round::Round,
@@ -143,7 +144,11 @@ fn bind_all(
 /// Binds `pod` to `slot`.
 pub(super) fn bind(round: &mut Round, gang: &Gang, held: &Held, pod: &PodView, slot: &Slot) {
     let Some(target) = round.world.targets.get(&slot.rank) else { return };
+    // Room that the pod needs, whether it is bound now or once the placeholder pod has shrunk.
     round.usage.add(&target.node, &pod.requests);
+    if must_shrink(round, target, round.usage.all(&target.node)) {
+        return;
+    }
     round.actions.push(Action::Bind(Box::new(Binding {
         gang: gang.id.clone(),
         pod: PodRef::from(pod),

@@ -61,6 +61,8 @@ pub(super) struct Bed {
     /// The jobs as they are.
     pub jobs: BTreeMap<JobId, FluxJob>,
     pub down: BTreeSet<Rank>,
+    /// A pod that shrinks keeps what it had.
+    pub kubelet_is_slow: bool,
     /// All that was done.
     pub done: Vec<Action>,
     pub next_id: u64,
@@ -97,6 +99,7 @@ impl Bed {
             ghosts: BTreeMap::new(),
             jobs: BTreeMap::new(),
             down: BTreeSet::new(),
+            kubelet_is_slow: false,
             done: Vec::new(),
             next_id: 1,
             next_action: 1,

@@ -4,11 +4,14 @@ use serde_json::json;
 
 use super::bed::{Bed, News};
 use crate::{
-    action::{Action, ShadowStep},
+    action::{Action, PlaceholderStep, ShadowStep},
     allocation::Slot,
+    fixture::{bound, pod},
     jobs::OUR_NOTE,
     jobspec::USED_CORES_URGENCY,
+    placeholder::{NAMESPACE, Placeholder, Size},
     pod::PodView,
+    requests::Requests,
     time::{Millis, SECOND},
     world::Queues,
 };
@@ -77,6 +80,7 @@ impl Bed {
                 self.submit(&request.jobspec(), USED_CORES_URGENCY, serial);
                 jobs.iter().for_each(|job| self.cancel_for(*job, OUR_NOTE, serial));
             }
+            Action::Placeholder(step) => self.change_placeholder(step, serial),
             Action::StopQueues(_) => self.broker().queues = Queues::Stopped,
             Action::StartQueues => {
                 let broker = self.broker();
@@ -87,6 +91,41 @@ impl Bed {
             }
         }
         self.answered(serial, 0);
+    }
+
+    /// kubelet resizes a pod at once, unless it is slow to shrink one.
+    fn change_placeholder(&mut self, step: &PlaceholderStep, serial: u64) {
+        let holds = |size: Size| Requests { cpu: size.cpu, memory: size.memory, ..Requests::default() };
+        match step {
+            PlaceholderStep::Make { node, size, .. } => {
+                let number = self.next_id;
+                self.next_id += 1;
+                let placeholder = Some(Placeholder { asks: *size, cant_be_resized: false });
+                let (namespace, name, uid) = (NAMESPACE.to_owned(), node.clone(), format!("uid-{node}-{number}"));
+                let (is_bridged, plan, requests) = (false, None, holds(*size));
+                let pod =
+                    PodView { namespace, name, uid, is_bridged, plan, requests, placeholder, ..bound(pod("", 0)) };
+                let pod = PodView { node: Some(node.clone()), record: None, created: self.now, ..pod };
+                self.pods.insert(pod.uid.clone(), pod.clone());
+                self.show_pod(pod, serial);
+            }
+            PlaceholderStep::Resize { pod, size } => {
+                let slow = self.kubelet_is_slow;
+                let Some(pod) = self.pods.get_mut(&pod.uid) else { return };
+                pod.placeholder.as_mut().unwrap().asks = *size;
+                let before = std::mem::replace(&mut pod.requests, holds(*size));
+                if slow {
+                    pod.requests = pod.requests.max(&before);
+                }
+                let pod = pod.clone();
+                self.show_pod(pod, serial);
+            }
+            PlaceholderStep::Remove { pod } => {
+                self.pods.remove(&pod.uid);
+                self.watch.push_back((News::Gone(pod.uid.clone()), serial));
+                self.under_way.entry(serial).and_modify(|(_, outstanding)| *outstanding += 1);
+            }
+        }
     }
 
     /// Submits a job of one process with this many cores, for one rank.

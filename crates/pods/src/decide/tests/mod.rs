@@ -4,6 +4,7 @@ mod avoided_tests;
 mod bed;
 mod bed_actions;
 mod lifecycle_tests;
+mod placeholder_tests;
 mod random_tests;
 mod recovery_tests;
 mod scale_tests;

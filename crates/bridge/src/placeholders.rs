@@ -1,0 +1,137 @@
+//! Makes, resizes and removes placeholder pods.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::{
+    Api, Client,
+    api::{DeleteParams, ListParams, Patch, PostParams, Preconditions},
+};
+use serde_json::{Value, json};
+use tracing::warn;
+
+use api::NAMESPACE;
+use base::error_chain;
+use cluster::{ApiError, call, gone_is_fine, patch_params};
+use pods::{
+    action::{PlaceholderStep, PodRef},
+    placeholder::{self, Size},
+};
+
+use crate::under_way::Outcome;
+
+/// The PriorityClass of placeholder pods. No user class is higher, and it preempts nobody. `deploy/pods.yaml` makes it.
+const PRIORITY_CLASS: &str = "flux-host-jobs";
+/// Name of the pod's only container.
+const CONTAINER: &str = "host-jobs";
+/// How long a node is left alone if the API server refuses its placeholder pod: the namespace may be missing.
+const REFUSED: Duration = Duration::from_secs(30);
+
+/// Carries out `step`. `identity`: the agent's pod, whose image placeholder pods have.
+pub(crate) async fn carry_out(client: &Client, identity: &str, step: &PlaceholderStep) -> Outcome {
+    let done = match step {
+        PlaceholderStep::Make { node, node_uid, size } => make(client, identity, node, node_uid, *size).await,
+        PlaceholderStep::Resize { pod, size } => resize(client, pod, *size).await,
+        PlaceholderStep::Remove { pod } => remove(client, pod).await,
+    };
+    match done {
+        Ok(()) => Outcome::Done(None),
+        Err(error @ ApiError::Timeout(_)) => {
+            warn!(node = step.node(), error = error_chain(&error), "no answer about a placeholder pod");
+            Outcome::Lost
+        }
+        Err(error) => {
+            warn!(node = step.node(), error = error_chain(&error), "can't hold in Kubernetes what host jobs use");
+            Outcome::Busy(REFUSED)
+        }
+    }
+}
+
+async fn make(client: &Client, identity: &str, node: &str, node_uid: &str, size: Size) -> Result<(), ApiError> {
+    let own: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    let agent = call(format!("read pod {NAMESPACE}/{identity}"), own.get(identity)).await?;
+    let image = agent.spec.and_then(|spec| spec.containers.into_iter().next()?.image);
+    let pod = serde_json::from_value(pod(node, node_uid, image.as_deref(), size))
+        .map_err(|error| ApiError::Content { object: format!("placeholder pod {node}"), reason: error.to_string() })?;
+    let made = call(format!("create placeholder pod {node}"), pods(client).create(&PostParams::default(), &pod)).await;
+    match made {
+        Err(error) if error.code() == Some(409) => Ok(()),
+        made => made.map(drop),
+    }
+}
+
+/// The pod runs a program that waits, without any right, and only its requests count. Its node owns it, so that it ends with the Node, and
+/// `kubectl drain` and autoscalers need not wait for it.
+fn pod(node: &str, node_uid: &str, image: Option<&str>, size: Size) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": node,
+            "labels": {"app.kubernetes.io/name": "flux-host-jobs", "app.kubernetes.io/part-of": "flux-distribute"},
+            "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"},
+            "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": node, "uid": node_uid, "controller": true}],
+        },
+        "spec": {
+            "nodeName": node,
+            "priorityClassName": PRIORITY_CLASS,
+            "tolerations": [{"operator": "Exists"}],
+            "automountServiceAccountToken": false,
+            "enableServiceLinks": false,
+            "terminationGracePeriodSeconds": 0,
+            "securityContext": {
+                "runAsNonRoot": true,
+                "runAsUser": 65534,
+                "runAsGroup": 65534,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [{
+                "name": CONTAINER,
+                "image": image,
+                "imagePullPolicy": "IfNotPresent",
+                "args": ["placeholder"],
+                "resources": requests(size),
+                "securityContext": {
+                    "allowPrivilegeEscalation": false,
+                    "readOnlyRootFilesystem": true,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+            }],
+        },
+    })
+}
+
+fn requests(size: Size) -> Value {
+    json!({"requests": {"cpu": format!("{}m", size.cpu), "memory": size.memory.to_string()}})
+}
+
+async fn resize(client: &Client, pod: &PodRef, size: Size) -> Result<(), ApiError> {
+    let containers = json!([{"name": CONTAINER, "resources": requests(size)}]);
+    let patch = Patch::Strategic(json!({"metadata": {"uid": pod.uid}, "spec": {"containers": containers}}));
+    let (pods, parameters) = (pods(client), patch_params());
+    let resized = pods.patch_subresource("resize", &pod.name, &parameters, &patch);
+    gone_is_fine(call(format!("resize placeholder pod {}", pod.name), resized).await)
+}
+
+async fn remove(client: &Client, pod: &PodRef) -> Result<(), ApiError> {
+    let preconditions = Some(Preconditions { uid: Some(pod.uid.clone()), resource_version: None });
+    let parameters = DeleteParams { preconditions, ..DeleteParams::default() };
+    let pods = pods(client);
+    gone_is_fine(call(format!("delete placeholder pod {}", pod.name), pods.delete(&pod.name, &parameters)).await)
+}
+
+/// Deletes all placeholder pods: no bridge runs any more that would.
+///
+/// # Errors
+/// [`ApiError`].
+pub async fn remove_all(client: &Client) -> Result<(), ApiError> {
+    let list = call("list placeholder pods".to_owned(), pods(client).list(&ListParams::default())).await?;
+    for pod in list {
+        remove(client, &PodRef::from(&pods::pod::PodView::of(&pod, None))).await?;
+    }
+    Ok(())
+}
+
+fn pods(client: &Client) -> Api<Pod> {
+    Api::namespaced(client.clone(), placeholder::NAMESPACE)
+}

@@ -1,0 +1,187 @@
+//! What host jobs use is requested by placeholder pods.
+
+use broker::job_id::JobId;
+
+use super::bed::Bed;
+use crate::{
+    action::{Action, PlaceholderStep},
+    fixture::{foreign, pod},
+    placeholder::Size,
+    pod::{Phase, PodView},
+    time::SECOND,
+};
+
+const GIB: u64 = 1 << 30;
+
+/// Nodes of four cores and 8 GiB whose kubelets can resize pods.
+fn bed(nodes: usize) -> Bed {
+    let mut bed = Bed::new(&vec![4; nodes]);
+    for target in bed.seen.targets.values_mut() {
+        (target.can_resize, target.allocatable.memory) = (true, 8 * GIB);
+    }
+    bed
+}
+
+/// The placeholder pods with what they ask for, in thousandths of a core and MiB.
+fn shown(bed: &Bed) -> Vec<String> {
+    let asks = |pod: &PodView| Some((pod.name.clone(), pod.placeholder?.asks));
+    let all = bed.pods.values().filter_map(asks);
+    all.map(|(name, Size { cpu, memory })| format!("{name}: {cpu}m, {} MiB", memory >> 20)).collect()
+}
+
+fn host_jobs(bed: &Bed) -> Vec<JobId> {
+    bed.jobs.iter().filter(|(_, job)| job.is_host_job()).map(|(id, _)| *id).collect()
+}
+
+#[test]
+fn a_placeholder_pod_asks_for_what_host_jobs_use_and_goes_thirty_seconds_after_the_last() {
+    let mut bed = bed(2);
+    bed.settle();
+    assert_eq!(shown(&bed), [""; 0], "no host job runs");
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 2000m, 4096 MiB"]);
+    bed.submit_host_job(1, 1);
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 3000m, 6144 MiB"]);
+    for job in host_jobs(&bed) {
+        bed.cancel(job, "");
+    }
+    bed.pass(SECOND);
+    assert_eq!(shown(&bed), ["node0: 1m, 4 MiB"]);
+    bed.pass(20 * SECOND);
+    bed.submit_host_job(1, 4);
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 4000m, 8192 MiB"]);
+    bed.cancel(host_jobs(&bed)[0], "");
+    bed.pass(29 * SECOND);
+    assert_eq!(shown(&bed), ["node0: 1m, 4 MiB"]);
+    bed.pass(SECOND);
+    assert_eq!(shown(&bed), [""; 0]);
+}
+
+#[test]
+fn a_placeholder_pod_never_asks_for_more_than_other_pods_leave() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 3);
+    bed.settle();
+    let mut web = foreign("web", 2500);
+    web.requests.memory = 6 * GIB;
+    bed.create([web]);
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 1500m, 2048 MiB"]);
+    assert_eq!(bed.shadows(0), (1, 1), "and what it requests is no use of other pods");
+    bed.end("web", Phase::Succeeded);
+    bed.pass(SECOND);
+    assert_eq!((shown(&bed), bed.shadows(0)), (vec!["node0: 3000m, 6144 MiB".to_owned()], (0, 0)));
+}
+
+#[test]
+fn a_pod_of_a_gang_is_bound_once_the_placeholder_pod_has_shrunk() {
+    let mut bed = bed(1);
+    bed.kubelet_is_slow = true;
+    bed.submit_host_job(1, 4);
+    bed.settle();
+    bed.create([pod("a", 2)]);
+    bed.settle();
+    bed.cancel(host_jobs(&bed)[0], "");
+    bed.pass(SECOND);
+    assert_eq!((shown(&bed), bed.pods["uid-a"].node.clone()), (vec!["node0: 1m, 4 MiB".to_owned()], None));
+    let uid = bed.pods.values().find(|pod| pod.placeholder.is_some()).unwrap().uid.clone();
+    let mut shrunk = bed.pods[&uid].clone();
+    (shrunk.requests.cpu, shrunk.requests.memory) = (1, 4 << 20);
+    bed.set(shrunk);
+    bed.settle();
+    assert_eq!(bed.pods["uid-a"].node.as_deref(), Some("node0"));
+}
+
+#[test]
+fn a_pod_of_a_gang_gets_memory_that_host_jobs_only_stand_for() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 3);
+    bed.settle();
+    let mut large = pod("a", 1);
+    large.requests.memory = 5 * GIB;
+    bed.create([large]);
+    bed.settle();
+    assert_eq!(
+        (shown(&bed), bed.pods["uid-a"].node.as_deref()),
+        (vec!["node0: 3000m, 3072 MiB".to_owned()], Some("node0"))
+    );
+}
+
+#[test]
+fn a_placeholder_pod_that_is_evicted_is_made_again_with_pauses() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 1);
+    bed.settle();
+    let begin = bed.now;
+    let mut made = Vec::new();
+    for _ in 0..5 {
+        let found = bed.pods.values().find(|pod| pod.placeholder.is_some());
+        let (name, uid) = found.map(|pod| (pod.name.clone(), pod.uid.clone())).unwrap();
+        assert_eq!(name, "node0");
+        made.push((bed.now - begin) / SECOND);
+        bed.pods.get_mut(&uid).unwrap().phase = Phase::Failed;
+        bed.set(bed.pods[&uid].clone());
+        bed.settle();
+        while !bed.pods.values().any(|pod| pod.placeholder.is_some()) {
+            bed.pass(SECOND);
+        }
+    }
+    assert_eq!(made, [0, 0, 2, 6, 14], "at once, and then later each time");
+}
+
+#[test]
+fn nodes_of_flux_alone_and_kubelets_that_cant_resize_have_no_placeholder_pod() {
+    for (is_dedicated, can_resize) in [(true, true), (false, false)] {
+        let mut bed = bed(1);
+        bed.submit_host_job(1, 2);
+        bed.settle();
+        assert_eq!(shown(&bed).len(), 1);
+        let target = bed.seen.targets.get_mut(&0).unwrap();
+        (target.is_dedicated, target.can_resize) = (is_dedicated, can_resize);
+        bed.settle();
+        assert_eq!(shown(&bed), [""; 0]);
+        assert!(bed.done.iter().any(|action| matches!(action, Action::Placeholder(PlaceholderStep::Remove { .. }))));
+    }
+}
+
+#[test]
+fn a_placeholder_pod_that_kubelet_cant_resize_is_replaced_and_a_cordoned_node_gets_none() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 1);
+    bed.settle();
+    let uid = bed.pods.values().find(|pod| pod.placeholder.is_some()).unwrap().uid.clone();
+    let mut stuck = bed.pods[&uid].clone();
+    stuck.placeholder.as_mut().unwrap().cant_be_resized = true;
+    bed.set(stuck);
+    bed.pass(5 * SECOND);
+    assert_eq!(shown(&bed), ["node0: 1000m, 2048 MiB"]);
+    assert!(!bed.pods.contains_key(&uid));
+
+    let mut bed = self::bed(1);
+    let cordon = k8s_openapi::api::core::v1::Taint {
+        key: "node.kubernetes.io/unschedulable".into(),
+        effect: "NoSchedule".into(),
+        ..Default::default()
+    };
+    bed.seen.targets.get_mut(&0).unwrap().taints.push(cordon);
+    bed.submit_host_job(1, 1);
+    bed.settle();
+    assert_eq!(shown(&bed), [""; 0]);
+}
+
+#[test]
+fn the_placeholder_pod_of_a_former_member_is_removed_and_that_of_an_unreadable_node_stays() {
+    let mut bed = bed(2);
+    bed.submit_host_job(2, 4);
+    bed.settle();
+    assert_eq!(shown(&bed).len(), 2);
+    bed.seen.targets.remove(&1);
+    bed.settle();
+    assert_eq!(shown(&bed).len(), 2);
+    bed.seen.ranks.remove("node1");
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 4000m, 8192 MiB"]);
+}

@@ -1,0 +1,85 @@
+//! Placeholder pods: what host jobs use of a node is requested in Kubernetes as well, so that no scheduler gives it to other pods.
+//!
+//! There is at most one for each node, in a namespace of their own and with the node's name. It runs nothing: only its requests count.
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::{pod::PodView, requests::Amounts};
+
+/// The namespace of the placeholder pods, which holds nothing else. `deploy/pods.yaml` makes it.
+pub const NAMESPACE: &str = "flux-host-jobs";
+
+/// What a placeholder pod requests, or is to request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// Thousandths of a hardware thread.
+    pub cpu: u64,
+    /// Bytes.
+    pub memory: u64,
+}
+
+impl Size {
+    /// The least that a placeholder pod requests: with nothing at all it would have another QoS class, which a resize may not change.
+    pub const LEAST: Self = Self { cpu: 1, memory: 4 << 20 };
+}
+
+/// What the pod's own requests are, beside what counts of them ([`PodView::requests`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placeholder {
+    /// spec.containers[0].resources.requests
+    pub asks: Size,
+    /// kubelet says that it can't resize the pod: condition PodResizePending with reason Infeasible.
+    pub cant_be_resized: bool,
+}
+
+impl Placeholder {
+    /// Reads `pod`; None unless it is a placeholder pod.
+    pub fn of(pod: &Pod) -> Option<Self> {
+        let (meta, spec) = (&pod.metadata, pod.spec.as_ref()?);
+        let is_ours = meta.namespace.as_deref() == Some(NAMESPACE) && meta.name == spec.node_name;
+        let requests = spec.containers.first().filter(|_| is_ours)?.resources.as_ref()?.requests.as_ref();
+        let Amounts(asks) = Amounts::read(requests).ok()?;
+        let amount = |name: &str| asks.get(name).copied().unwrap_or_default();
+        let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_ref()).into_iter().flatten();
+        let mut resizes = conditions.filter(|condition| condition.type_ == "PodResizePending");
+        Some(Self {
+            asks: Size { cpu: amount("cpu"), memory: amount("memory") },
+            cant_be_resized: resizes.any(|condition| condition.reason.as_deref() == Some("Infeasible")),
+        })
+    }
+}
+
+/// What a placeholder pod has, as kubelet and kube-scheduler count it: more than it asks for while a shrink is under way.
+pub fn counted(pod: &PodView) -> Size {
+    Size { cpu: pod.requests.cpu, memory: pod.requests.memory }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn only_the_pod_with_its_nodes_name_in_the_namespace_is_a_placeholder() {
+        let pod = |namespace: &str, name: &str, node: &str, reason: &str| {
+            let requests = json!({"cpu": "1500m", "memory": "8Mi"});
+            let condition = json!({"type": "PodResizePending", "status": "True", "reason": reason});
+            let pod = json!({
+                "metadata": {"namespace": namespace, "name": name},
+                "spec": {"nodeName": node, "containers": [{"name": "c", "resources": {"requests": requests}}]},
+                "status": {"conditions": [condition]},
+            });
+            Placeholder::of(&serde_json::from_value(pod).unwrap())
+        };
+        let asks = Size { cpu: 1500, memory: 8 << 20 };
+        for (found, expected) in [
+            (pod(NAMESPACE, "n1", "n1", "Deferred"), Some((asks, false))),
+            (pod(NAMESPACE, "n1", "n1", "Infeasible"), Some((asks, true))),
+            (pod(NAMESPACE, "n1", "n2", "Deferred"), None),
+            (pod("default", "n1", "n1", "Deferred"), None),
+        ] {
+            assert_eq!(found.map(|found| (found.asks, found.cant_be_resized)), expected);
+        }
+    }
+}
