@@ -92,6 +92,9 @@ enum Command {
     /// Become the broker
     #[command(hide = true)]
     Launch,
+    /// Wait until the pod ends, which stands for host jobs in Kubernetes
+    #[command(hide = true)]
+    Placeholder,
 }
 
 /// Parses the arguments, runs the command, and returns its exit code.
@@ -105,6 +108,10 @@ pub fn main() -> ExitCode {
     match arguments.command {
         Command::Stage => return stage::main(),
         Command::Launch => return stage::launch::launcher_main(),
+        // kubelet kills it: this is the container's first process, which no other signal ends.
+        Command::Placeholder => loop {
+            std::thread::park();
+        },
         _ => {}
     }
     init_tracing(&arguments.command);
@@ -201,7 +208,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Probe(arguments) => {
             agent::probe(&arguments).map(|()| ExitCode::SUCCESS).map_err(|error| Failure::new(&error))
         }
-        Command::Stage | Command::Launch => Ok(ExitCode::FAILURE),
+        Command::Stage | Command::Launch | Command::Placeholder => Ok(ExitCode::FAILURE),
     }
 }
 

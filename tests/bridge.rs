@@ -17,15 +17,18 @@ use std::{
     time::Duration,
 };
 
-use bare_cluster::{BareCluster, NAMESPACE, bridge_to, client, kubelets, make_account, make_node, pod};
-use k8s_openapi::api::core::v1::{Event, Pod, PodCondition};
+use bare_cluster::{BareCluster, NAMESPACE, bridge_to, can_resize, client, kubelets, make_account, make_node, pod};
+use k8s_openapi::api::{
+    core::v1::{Event, Namespace, Pod, PodCondition, ServiceAccount},
+    scheduling::v1::PriorityClass,
+};
 use kube::{
     Api, Client, ResourceExt,
     api::{DeleteParams, ListParams, PostParams},
     runtime::wait::await_condition,
 };
 use needs::{NODES, Need, skips_without};
-use pods::{record::ANNOTATION_JOB, world::Settings};
+use pods::{placeholder, record::ANNOTATION_JOB, world::Settings};
 use serde_json::{Value, json};
 use support::real_broker::{RealBroker, connect, flux, lead, run, start, until_online};
 use tokio::{task::JoinHandle, time::timeout};
@@ -334,4 +337,56 @@ async fn cores_that_other_pods_use_are_given_to_no_job() {
     bed.until_pending(0).await;
     bed.until_allocated(4).await;
     assert!(!bed.jobs().contains("host"), "{}", bed.jobs());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_host_jobs_use_is_requested_in_kubernetes() {
+    let Some(bed) = Bed::new().await else { return };
+    for document in serde_norway::Deserializer::from_str(include_str!("../deploy/pods.yaml")) {
+        let document: Value = serde::Deserialize::deserialize(document).unwrap();
+        match document["kind"].as_str().unwrap() {
+            "Namespace" => made(Api::<Namespace>::all(bed.client.clone()), document).await,
+            "PriorityClass" => made(Api::<PriorityClass>::all(bed.client.clone()), document).await,
+            _ => {}
+        }
+    }
+    let accounts = Api::<ServiceAccount>::namespaced(bed.client.clone(), placeholder::NAMESPACE);
+    made(accounts, json!({"metadata": {"name": "default"}})).await;
+    let agent = json!({
+        "metadata": {"name": "pod-of-the-lead"},
+        "spec": {"automountServiceAccountToken": false, "containers": [{"name": "agent", "image": "localhost/agent:1"}]},
+    });
+    made(Api::<Pod>::namespaced(bed.client.clone(), api::NAMESPACE), agent).await;
+    for rank in 0..3 {
+        can_resize(&bed.client, &format!("machine{rank}")).await;
+    }
+    let stand_ins = Api::<Pod>::namespaced(bed.client.clone(), placeholder::NAMESPACE);
+    let until_asks = async |cpu: &'static str| {
+        let asks = move |pod: Option<&Pod>| {
+            let requests = |pod: &Pod| pod.spec.as_ref()?.containers[0].resources.as_ref()?.requests.clone();
+            pod.and_then(requests).is_some_and(|requests| requests["cpu"].0 == cpu)
+        };
+        let met = timeout(PATIENCE, await_condition(stand_ins.clone(), "machine1", asks)).await;
+        assert!(met.is_ok(), "not {cpu}: {:#?}", stand_ins.get("machine1").await);
+        met.unwrap().unwrap().unwrap()
+    };
+    bed.flux(&["submit", "--requires=rank:1", "-c2", "--job-name=host", "sleep", "600"]);
+    let pod = until_asks("2").await;
+    assert_eq!(pod.spec.unwrap().containers[0].image.as_deref(), Some("localhost/agent:1"));
+    assert_eq!(pod.metadata.owner_references.unwrap()[0].name, "machine1");
+    bed.flux(&["submit", "--requires=rank:1", "-c1", "--job-name=host", "sleep", "600"]);
+    until_asks("3").await;
+    bed.flux(&["cancel", "--all"]);
+    until_asks("1m").await;
+    assert_eq!(stand_ins.list(&ListParams::default()).await.unwrap().items.len(), 1, "no job ran elsewhere");
+    bridge::remove_placeholder_pods(&bed.client).await.unwrap();
+    let left = stand_ins.list(&ListParams::default()).await.unwrap();
+    assert!(left.iter().all(|pod| pod.metadata.deletion_timestamp.is_some()));
+}
+
+async fn made<K>(api: Api<K>, object: Value)
+where
+    K: Clone + std::fmt::Debug + serde::Serialize + serde::de::DeserializeOwned,
+{
+    api.create(&PostParams::default(), &serde_json::from_value(object).unwrap()).await.unwrap();
 }

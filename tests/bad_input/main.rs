@@ -20,6 +20,7 @@ mod needs;
 mod newer;
 mod objects;
 mod packages;
+mod placeholders;
 mod pods;
 mod readable;
 mod rights;

@@ -39,7 +39,12 @@ where
         serde_norway::Deserializer::from_str(text).map(|one| serde_norway::Value::deserialize(one).unwrap());
     let kind = K::kind(&()).into_owned();
     let mut made = 0;
-    for document in documents.filter(|document| document["kind"].as_str() == Some(&kind)) {
+    // Those of another namespace are not meant.
+    let is_here = |document: &serde_norway::Value| {
+        let namespace = document["metadata"]["namespace"].as_str();
+        namespace.is_none_or(|namespace| api.resource_url().contains(&format!("/namespaces/{namespace}/")))
+    };
+    for document in documents.filter(|document| document["kind"].as_str() == Some(&kind) && is_here(document)) {
         let object: K = serde_norway::from_value(document).unwrap();
         match api.create(&PostParams::default(), &object).await {
             // Another test has made it: the API server is one for all.

@@ -25,6 +25,7 @@ use kube::Client;
 use pods::world::Settings;
 use tokio::sync::watch;
 
+pub use placeholders::remove_all as remove_placeholder_pods;
 pub use run::run;
 pub use without_bridge::{Occupancy, clean_up};
 

@@ -86,7 +86,7 @@ impl Bridging {
                 let nodes = inputs.spec.nodes.clone();
                 self.run_bridge(ops, Told { roster: Arc::clone(roster), is_closing, settings, nodes });
             }
-            Wanted::Cleanup { broker, starts_queues } => self.begin_cleanup(broker, starts_queues),
+            Wanted::Cleanup { broker, starts_queues } => self.begin_cleanup(ops, broker, starts_queues),
         }
     }
 
@@ -114,11 +114,16 @@ impl Bridging {
     }
 
     /// Begins a clean-up, once for each process of the lead's broker.
-    fn begin_cleanup(&mut self, broker: i32, starts_queues: bool) {
+    fn begin_cleanup(&mut self, ops: &NodeOps, broker: i32, starts_queues: bool) {
         if self.cleanup.as_ref().is_some_and(|cleanup| cleanup.broker == broker) {
             return;
         }
+        let client = ops.client.clone();
         let task = tokio::spawn(async move {
+            // Without the rights of deploy/pods.yaml, no bridge has made any.
+            if let Err(error) = bridge::remove_placeholder_pods(&client).await {
+                debug!(error = error_chain(&error), "can't remove the pods that stand for host jobs");
+            }
             loop {
                 match uninstall_is_under_way() {
                     true => debug!("flux-distribute uninstall runs: what a bridge may have left stays"),

@@ -104,7 +104,7 @@ impl Bed {
                 let (namespace, name, uid) = (NAMESPACE.to_owned(), node.clone(), format!("uid-{node}-{number}"));
                 let (is_bridged, plan, requests) = (false, None, holds(*size));
                 let pod =
-                    PodView { namespace, name, uid, is_bridged, plan, requests, placeholder, ..bound(pod("", 0)) };
+                    PodView { namespace, name, uid, is_bridged, requests, plan, placeholder, ..bound(pod("", 0)) };
                 let pod = PodView { node: Some(node.clone()), record: None, created: self.now, ..pod };
                 self.pods.insert(pod.uid.clone(), pod.clone());
                 self.show_pod(pod, serial);

@@ -1,0 +1,115 @@
+//! An agent's token in the wrong hands, and the pods that stand for host jobs in Kubernetes.
+
+use k8s_openapi::api::{
+    admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
+    apps::v1::DaemonSet,
+    core::v1::{Namespace, Pod, ServiceAccount},
+    rbac::v1::{Role, RoleBinding},
+    scheduling::v1::PriorityClass,
+};
+use kube::{
+    Api, ResourceExt,
+    api::{DeleteParams, Patch, PatchParams, PostParams},
+};
+use serde_json::{Value, json};
+
+use super::{
+    cluster::{Case, until_true},
+    rights::{agent, make_of, refused},
+};
+use api::NAMESPACE;
+use pods::placeholder;
+
+const PODS_YAML: &str = include_str!("../../deploy/pods.yaml");
+const INSTALLER: &str = include_str!("../../deploy/daemonset-installer.yaml");
+
+/// The pod that the bridge makes for node `n1`, with `image`.
+fn for_host_jobs(image: &str) -> Value {
+    json!({
+        "metadata": {
+            "name": "n1",
+            "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"},
+            "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "u", "controller": true}],
+        },
+        "spec": {
+            "nodeName": "n1",
+            "priorityClassName": "flux-host-jobs",
+            "automountServiceAccountToken": false,
+            "securityContext": {"runAsNonRoot": true, "runAsUser": 65534, "seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [{
+                "name": "host-jobs",
+                "image": image,
+                "args": ["placeholder"],
+                "resources": {"requests": {"cpu": "2", "memory": "1Gi"}},
+                "securityContext": {"allowPrivilegeEscalation": false, "capabilities": {"drop": ["ALL"]}},
+            }],
+        },
+    })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_creates_pods_that_stand_for_host_jobs_and_no_others() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let (admin, token) = (case.client.clone(), agent(&case).await);
+    make_of(PODS_YAML, Api::<Namespace>::all(admin.clone())).await;
+    make_of(PODS_YAML, Api::<PriorityClass>::all(admin.clone())).await;
+    make_of(PODS_YAML, Api::<Role>::namespaced(admin.clone(), placeholder::NAMESPACE)).await;
+    make_of(PODS_YAML, Api::<RoleBinding>::namespaced(admin.clone(), placeholder::NAMESPACE)).await;
+    make_of(PODS_YAML, Api::<ValidatingAdmissionPolicy>::all(admin.clone())).await;
+    make_of(PODS_YAML, Api::<ValidatingAdmissionPolicyBinding>::all(admin.clone())).await;
+    make_of(INSTALLER, Api::<DaemonSet>::namespaced(admin.clone(), NAMESPACE)).await;
+    let accounts = Api::<ServiceAccount>::namespaced(admin.clone(), placeholder::NAMESPACE);
+    let account = serde_json::from_value(json!({"metadata": {"name": "default"}})).unwrap();
+    let _ = accounts.create(&PostParams::default(), &account).await;
+    let agents = Api::<DaemonSet>::namespaced(admin.clone(), NAMESPACE).get("install-flux").await.unwrap();
+    let image = agents.spec.unwrap().template.spec.unwrap().containers[0].image.clone().unwrap();
+
+    let pods = Api::<Pod>::namespaced(token.clone(), placeholder::NAMESPACE);
+    let create = async |value: &Value| {
+        pods.create(&PostParams::default(), &serde_json::from_value(value.clone()).unwrap()).await
+    };
+    let mut words = String::new();
+    until_true("the policy to hold", async || {
+        let answer = create(&for_host_jobs("example.org/mine")).await;
+        if let Ok(made) = &answer {
+            pods.delete(&made.name_any(), &DeleteParams::default().grace_period(0)).await.unwrap();
+            return false;
+        }
+        words = refused(answer, "another image").1;
+        words.contains("agents' own image")
+    })
+    .await;
+    let edits: [(&str, fn(&mut Value)); 12] = [
+        ("/metadata/name", |pod| pod["metadata"]["name"] = json!("n2")),
+        ("/metadata/generateName", |pod| pod["metadata"] = json!({"generateName": "n"})),
+        ("/metadata/labels", |pod| pod["metadata"]["labels"] = json!({"app": "theirs"})),
+        ("/metadata/finalizers", |pod| pod["metadata"]["finalizers"] = json!(["example.org/mine"])),
+        ("/metadata/ownerReferences", |pod| pod["metadata"]["ownerReferences"][0]["name"] = json!("n2")),
+        ("/spec/volumes", |pod| pod["spec"]["volumes"] = json!([{"name": "v", "emptyDir": {}}])),
+        ("/spec/automountServiceAccountToken", |pod| pod["spec"]["automountServiceAccountToken"] = json!(true)),
+        ("/spec/hostNetwork", |pod| pod["spec"]["hostNetwork"] = json!(true)),
+        ("/spec/priorityClassName", |pod| pod["spec"]["priorityClassName"] = json!("system-node-critical")),
+        ("/spec/containers/command", |pod| pod["spec"]["containers"][0]["command"] = json!(["sh"])),
+        ("/spec/containers/args", |pod| pod["spec"]["containers"][0]["args"] = json!(["agent"])),
+        ("/spec/containers/env", |pod| pod["spec"]["containers"][0]["env"] = json!([{"name": "A", "value": "b"}])),
+    ];
+    for (what, edit) in edits {
+        let mut wrong = for_host_jobs(&image);
+        edit(&mut wrong);
+        assert_eq!(refused(create(&wrong).await, what).0, 403, "{what}");
+    }
+    let elsewhere = Api::<Pod>::namespaced(token.clone(), "default");
+    let pod = serde_json::from_value(for_host_jobs(&image)).unwrap();
+    assert_eq!(refused(elsewhere.create(&PostParams::default(), &pod).await, "elsewhere").0, 403);
+
+    let made = create(&for_host_jobs(&image)).await.unwrap();
+    let requests = |cpu: &str| json!([{"name": "host-jobs", "resources": {"requests": {"cpu": cpu, "memory": "1Gi"}}}]);
+    let patch = |uid: &str| Patch::Strategic(json!({"metadata": {"uid": uid}, "spec": {"containers": requests("3")}}));
+    let parameters = PatchParams::default();
+    let other = pods.patch_subresource("resize", "n1", &parameters, &patch("another")).await;
+    assert_eq!(refused(other, "another pod of the name").0, 422);
+    let resized = pods.patch_subresource("resize", "n1", &parameters, &patch(&made.uid().unwrap())).await.unwrap();
+    let asks = serde_json::to_value(&resized).unwrap()["spec"]["containers"][0]["resources"]["requests"]["cpu"].take();
+    assert_eq!(asks, json!("3"));
+    pods.delete("n1", &DeleteParams::default()).await.unwrap();
+}
