@@ -145,6 +145,10 @@ pub struct PodCounts {
     /// `otherPodsCores`, which leaves out what gangs hold.
     #[serde(default)]
     pub overlapping_cores: u32,
+    /// Why kube-scheduler does not see what host jobs use of some nodes: what was refused to the bridge in the last minute. Unset: nothing
+    /// was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_jobs_unseen: Option<String>,
     /// What has kept Flux from scheduling pods for at least ten seconds. Unset: nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits_for: Option<String>,

@@ -24,9 +24,7 @@ use crate::under_way::Outcome;
 const PRIORITY_CLASS: &str = "flux-host-jobs";
 /// Name of the pod's only container.
 const CONTAINER: &str = "host-jobs";
-/// How long a node is left alone if the API server refuses its placeholder pod: the namespace may be missing.
-const REFUSED: Duration = Duration::from_secs(30);
-/// The same if its placeholder pod is another one than was seen.
+/// How long a node is left alone if its placeholder pod is another one than was seen.
 const CHANGED: Duration = Duration::from_secs(1);
 
 /// Carries out `step`. `identity`: the agent's pod, whose image placeholder pods have.
@@ -45,8 +43,8 @@ pub(crate) async fn carry_out(client: &Client, identity: &str, step: &Placeholde
         // Another pod has the name by now, which the next observation shows. A resize with another uid is answered 422.
         Err(error) if matches!(error.code(), Some(409 | 422)) => Outcome::Busy(CHANGED),
         Err(error) => {
-            warn!(node = step.node(), error = error_chain(&error), "can't hold in Kubernetes what host jobs use");
-            Outcome::Busy(REFUSED)
+            warn!(node = step.node(), error = error_chain(&error), "kube-scheduler does not see what host jobs use");
+            Outcome::Refused(error_chain(&error))
         }
     }
 }

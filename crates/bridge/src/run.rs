@@ -68,7 +68,7 @@ pub async fn run(bridge: Bridge) {
     let mut memory = Memory::default();
     loop {
         let Err(error) = kubernetes.serve(&mut memory).await;
-        kubernetes.report(&Report::default());
+        kubernetes.report(&Report::default(), None);
         debug!(
             error = error_chain(&error),
             "the bridge has lost the broker, or an answer of it: it looks at all jobs again"
@@ -152,7 +152,7 @@ impl Kubernetes {
             if life.has_changed || is_due || life.basis.as_ref() != Some(&basis) {
                 self.decide_and_begin(&mut life, memory, basis, now).await;
             }
-            self.report(&life.report);
+            self.report(&life.report, life.under_way.refused_placeholder());
         }
     }
 
@@ -172,7 +172,7 @@ impl Kubernetes {
     }
 
     /// Reports what people want to know. `report`: that of a decision; the default one if there was none.
-    fn report(&mut self, report: &Report) {
+    fn report(&mut self, report: &Report, host_jobs_unseen: Option<&str>) {
         let waits_for =
             self.lease.waits_for().or_else(|| self.watched.waits_for()).or_else(|| report.standing.waits_for());
         let since = waits_for.is_some().then(|| self.waits_since.unwrap_or_else(Instant::now));
@@ -187,6 +187,7 @@ impl Kubernetes {
                     uncovered: count(report.uncovered),
                     other_pods_cores: report.other_pods.cores,
                     overlapping_cores: report.other_pods.overlapping,
+                    host_jobs_unseen: host_jobs_unseen.map(str::to_owned),
                     waits_for: None,
                 },
                 // Pods run on, though nobody counts them now.

@@ -22,6 +22,10 @@ const SHOWS_WITHIN: Duration = Duration::from_secs(10);
 /// How long an action is left alone whose answer was lost, or that was refused and is for no gang: neither a server that does not answer
 /// nor one that says no must be asked all the time.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
+/// How long a node is left alone whose placeholder pod was refused: somebody has to mend that.
+const PLACEHOLDER_AGAIN_AFTER: Duration = Duration::from_secs(30);
+/// How long that is told.
+const TOLD_FOR: Duration = Duration::from_mins(1);
 /// At most so many bindings at a time.
 const BINDINGS: usize = 8;
 /// At most so many other actions at a time.
@@ -65,6 +69,8 @@ pub(crate) struct UnderWay {
     begun: Vec<Begun>,
     refused: BTreeMap<GangId, (String, Instant)>,
     refused_ranks: BTreeMap<Rank, Instant>,
+    /// The last placeholder pod that was refused.
+    refused_placeholder: Option<(String, Instant)>,
 }
 
 impl UnderWay {
@@ -100,6 +106,10 @@ impl UnderWay {
                     self.refused_ranks.insert(step.rank(), now);
                     self.begun.remove(at);
                 }
+                (None, Action::Placeholder(_)) => {
+                    begun.progress = Progress::Paused(now + PLACEHOLDER_AGAIN_AFTER);
+                    self.refused_placeholder = Some((words, now));
+                }
                 (None, _) => begun.progress = Progress::Paused(now + AGAIN_AFTER),
             },
             Outcome::Lost => {
@@ -120,6 +130,12 @@ impl UnderWay {
     pub(crate) fn refused_ranks(&mut self) -> BTreeSet<Rank> {
         self.refused_ranks.retain(|_, at| at.elapsed() < Duration::from_millis(PAUSE.unsigned_abs()));
         self.refused_ranks.keys().copied().collect()
+    }
+
+    /// Why a placeholder pod was refused in the last minute.
+    pub(crate) fn refused_placeholder(&self) -> Option<&str> {
+        let (words, at) = self.refused_placeholder.as_ref()?;
+        (at.elapsed() < TOLD_FOR).then_some(words)
     }
 
     /// When the next of them changes by itself: it may be tried again, or is forgotten.

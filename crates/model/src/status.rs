@@ -73,6 +73,11 @@ pub fn status(
         let words = if complete { words } else { format!("{}; {words}", explain(seen, planned, &next)) };
         Finding::new(Weight::PodsWait, words)
     }));
+    let unseen = next.pods.as_ref().and_then(|pods| pods.host_jobs_unseen.as_deref());
+    findings.extend(unseen.filter(|_| complete).map(|why| {
+        let words = format!("{}; kube-scheduler does not see what host jobs use: {why}", online_of(&next));
+        Finding::new(Weight::HostJobsUnseen, words)
+    }));
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
     let if_true = |weight, value: &ConditionValue| value.is_true.then(|| Finding::new(weight, value.message.clone()));
     findings.extend(if_true(Weight::NotApplied, &not_applied));
@@ -512,8 +517,13 @@ mod tests {
         };
         let fine = told(&mut world, counts.clone());
         assert_eq!((fine.pods.as_ref(), fine.message.as_deref()), (Some(&counts), Some("2 of 2 nodes online")));
-        let waits = told(&mut world, PodCounts { waits_for: Some("can't watch pods: 403".to_owned()), ..counts });
+        let waiting = PodCounts { waits_for: Some("can't watch pods: 403".to_owned()), ..counts.clone() };
+        let waits = told(&mut world, waiting.clone());
         assert_eq!(waits.message.as_deref(), Some("Flux schedules no pods: can't watch pods: 403"));
+        let unseen = PodCounts { host_jobs_unseen: Some("create pod n1: 403".to_owned()), ..counts.clone() };
+        let expected = "2 of 2 nodes online; kube-scheduler does not see what host jobs use: create pod n1: 403";
+        assert_eq!(told(&mut world, unseen).message.as_deref(), Some(expected));
+        told(&mut world, waiting);
 
         let report = world.reports.get_mut("node2").unwrap();
         (report.phase, report.message, report.adopted) = (NodePhase::Starting, Some("syncing".to_owned()), None);
