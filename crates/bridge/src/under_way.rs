@@ -24,7 +24,7 @@ const SHOWS_WITHIN: Duration = Duration::from_secs(10);
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// How long a node is left alone whose placeholder pod was refused: somebody has to mend that.
 const PLACEHOLDER_AGAIN_AFTER: Duration = Duration::from_secs(30);
-/// How long that is told.
+/// How long the status says so.
 const TOLD_FOR: Duration = Duration::from_mins(1);
 /// At most so many bindings at a time.
 const BINDINGS: usize = 8;

@@ -4,7 +4,7 @@
 
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::{pod::PodView, requests::Amounts};
+use crate::requests::Amounts;
 
 /// The namespace of the placeholder pods, which holds nothing else. `deploy/pods.yaml` makes it.
 pub const NAMESPACE: &str = "flux-host-jobs";
@@ -23,7 +23,7 @@ impl Size {
     pub const LEAST: Self = Self { cpu: 1, memory: 4 << 20 };
 }
 
-/// What the pod's own requests are, beside what counts of them ([`PodView::requests`]).
+/// What the pod's own requests are, beside what counts of them ([`crate::pod::PodView::requests`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placeholder {
     /// spec.containers[0].resources.requests
@@ -47,11 +47,6 @@ impl Placeholder {
             cant_be_resized: resizes.any(|condition| condition.reason.as_deref() == Some("Infeasible")),
         })
     }
-}
-
-/// What a placeholder pod has, as kubelet and kube-scheduler count it: more than it asks for while a shrink is under way.
-pub fn counted(pod: &PodView) -> Size {
-    Size { cpu: pod.requests.cpu, memory: pod.requests.memory }
 }
 
 #[cfg(test)]

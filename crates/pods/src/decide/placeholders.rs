@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{memory::PlaceholderMemory, round::Round};
 use crate::{
     action::{Action, PlaceholderStep, PodRef},
-    placeholder::{Placeholder, Size, counted},
+    placeholder::{Placeholder, Size},
     pod::PodView,
     target::Target,
     time::{Millis, Moment, SECOND},
@@ -21,7 +21,7 @@ const STAYS: Millis = 30 * SECOND;
 /// each time.
 const AGAIN_AFTER: Millis = SECOND;
 const AGAIN_AFTER_AT_MOST: Millis = 60 * SECOND;
-/// One that has lasted so long was not removed by what removed those before.
+/// One that has lasted this long was not removed by what removed those before.
 const LASTED: Millis = 120 * SECOND;
 /// A shrink that nobody waits for comes no earlier than this after the last change: short host jobs need no request each.
 const SETTLES: Millis = SECOND / 2;
@@ -156,6 +156,11 @@ fn wanted(target: &Target, others: &Usage, hosts: u32) -> Size {
         cpu: cpu.min(free(target.allocatable.cpu, others.requests.cpu)).max(Size::LEAST.cpu),
         memory: memory.min(free(target.allocatable.memory, others.requests.memory)).max(Size::LEAST.memory),
     }
+}
+
+/// What the pod has, as kubelet and kube-scheduler count it: more than it asks for while a shrink is under way.
+fn counted(pod: &PodView) -> Size {
+    Size { cpu: pod.requests.cpu, memory: pod.requests.memory }
 }
 
 /// A placeholder pod of this size has room beside all other pods.
