@@ -92,7 +92,7 @@ enum Command {
     /// Become the broker
     #[command(hide = true)]
     Launch,
-    /// Wait until the pod ends, which stands for host jobs in Kubernetes
+    /// Be the process of a placeholder pod: wait until kubelet kills it
     #[command(hide = true)]
     Placeholder,
 }
@@ -108,7 +108,7 @@ pub fn main() -> ExitCode {
     match arguments.command {
         Command::Stage => return stage::main(),
         Command::Launch => return stage::launch::launcher_main(),
-        // kubelet kills it: this is the container's first process, which no other signal ends.
+        // As process 1 it ignores SIGTERM; with a grace period of 0, kubelet kills it at once.
         Command::Placeholder => loop {
             std::thread::park();
         },

@@ -1,4 +1,4 @@
-//! An agent's token in the wrong hands, and the pods that stand for host jobs in Kubernetes.
+//! An agent's token in the wrong hands, and placeholder pods.
 
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
@@ -48,7 +48,7 @@ fn for_host_jobs(image: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_creates_pods_that_stand_for_host_jobs_and_no_others() {
+async fn an_agents_token_creates_placeholder_pods_and_no_others() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let (admin, token) = (case.client.clone(), agent(&case).await);
     make_of(PODS_YAML, Api::<Namespace>::all(admin.clone())).await;

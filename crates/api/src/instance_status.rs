@@ -145,10 +145,10 @@ pub struct PodCounts {
     /// `otherPodsCores`, which leaves out what gangs hold.
     #[serde(default)]
     pub overlapping_cores: u32,
-    /// Why kube-scheduler does not see what host jobs use of some nodes: what was refused to the bridge in the last minute. Unset: nothing
-    /// was.
+    /// Why the API server refused in the last minute to make, resize or delete a pod in namespace `flux-host-jobs`: until that works, other
+    /// schedulers don't know what host jobs use of that node. Unset: nothing was refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub host_jobs_unseen: Option<String>,
+    pub placeholder_refused: Option<String>,
     /// What has kept Flux from scheduling pods for at least ten seconds. Unset: nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits_for: Option<String>,

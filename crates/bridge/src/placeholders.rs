@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Pod};
 use kube::{
     Api, Client,
     api::{DeleteParams, ListParams, Patch, PostParams, Preconditions},
@@ -22,15 +22,17 @@ use crate::under_way::Outcome;
 
 /// The PriorityClass of placeholder pods. No user class is higher, and it preempts nobody. `deploy/pods.yaml` makes it.
 const PRIORITY_CLASS: &str = "flux-host-jobs";
+/// The agents' DaemonSet, whose image placeholder pods have.
+const DAEMONSET: &str = "install-flux";
 /// Name of the pod's only container.
 const CONTAINER: &str = "host-jobs";
-/// How long a node is left alone if its placeholder pod is another one than was seen.
-const CHANGED: Duration = Duration::from_secs(1);
+/// Pause if the pod was made or exchanged since it was seen.
+const CHANGED_PAUSE: Duration = Duration::from_secs(1);
 
-/// Carries out `step`. `identity`: the agent's pod, whose image placeholder pods have.
-pub(crate) async fn carry_out(client: &Client, identity: &str, step: &PlaceholderStep) -> Outcome {
+/// Carries out `step`.
+pub(crate) async fn carry_out(client: &Client, step: &PlaceholderStep) -> Outcome {
     let done = match step {
-        PlaceholderStep::Make { node, node_uid, size } => make(client, identity, node, node_uid, *size).await,
+        PlaceholderStep::Make { node, node_uid, size } => make(client, node, node_uid, *size).await,
         PlaceholderStep::Resize { pod, size } => resize(client, pod, *size).await,
         PlaceholderStep::Remove { pod } => remove(client, pod).await,
     };
@@ -41,28 +43,24 @@ pub(crate) async fn carry_out(client: &Client, identity: &str, step: &Placeholde
             Outcome::Lost
         }
         // Another pod has the name by now, which the next observation shows. A resize with another uid is answered 422.
-        Err(error) if matches!(error.code(), Some(409 | 422)) => Outcome::Busy(CHANGED),
+        Err(error) if matches!(error.code(), Some(409 | 422)) => Outcome::Busy(CHANGED_PAUSE),
         Err(error) => {
-            warn!(node = step.node(), error = error_chain(&error), "kube-scheduler does not see what host jobs use");
+            warn!(node = step.node(), error = error_chain(&error), "a placeholder pod is refused");
             Outcome::Refused(error_chain(&error))
         }
     }
 }
 
-async fn make(client: &Client, identity: &str, node: &str, node_uid: &str, size: Size) -> Result<(), ApiError> {
-    let own: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
-    let agent = call(format!("read pod {NAMESPACE}/{identity}"), own.get(identity)).await?;
-    let image = agent.spec.and_then(|spec| spec.containers.into_iter().next()?.image);
+async fn make(client: &Client, node: &str, node_uid: &str, size: Size) -> Result<(), ApiError> {
+    let sets: Api<DaemonSet> = Api::namespaced(client.clone(), NAMESPACE);
+    let agents = call(format!("read DaemonSet {DAEMONSET}"), sets.get(DAEMONSET)).await?;
+    let image = agents.spec.and_then(|spec| spec.template.spec?.containers.into_iter().next()?.image);
     let pod = serde_json::from_value(pod(node, node_uid, image.as_deref(), size))
         .map_err(|error| ApiError::Content { object: format!("placeholder pod {node}"), reason: error.to_string() })?;
-    let made = call(format!("create placeholder pod {node}"), pods(client).create(&PostParams::default(), &pod)).await;
-    match made {
-        Err(error) if error.code() == Some(409) => Ok(()),
-        made => made.map(drop),
-    }
+    call(format!("create placeholder pod {node}"), pods(client).create(&PostParams::default(), &pod)).await.map(drop)
 }
 
-/// The pod runs a program that waits, without any right, and only its requests count. Its node owns it, so that it ends with the Node, and
+/// The pod only waits, without any right. Admission policy `flux-distribute-host-jobs` permits this form alone. Its node owns it, so that it ends with the Node, and
 /// `kubectl drain` and autoscalers need not wait for it.
 fn pod(node: &str, node_uid: &str, image: Option<&str>, size: Size) -> Value {
     json!({
@@ -122,7 +120,7 @@ async fn remove(client: &Client, pod: &PodRef) -> Result<(), ApiError> {
     gone_is_fine(call(format!("delete placeholder pod {}", pod.name), pods.delete(&pod.name, &parameters)).await)
 }
 
-/// Deletes all placeholder pods: no bridge runs any more that would.
+/// Deletes all placeholder pods, after the last bridge has ended.
 ///
 /// # Errors
 /// [`ApiError`].

@@ -172,7 +172,7 @@ impl Kubernetes {
     }
 
     /// Reports what people want to know. `report`: that of a decision; the default one if there was none.
-    fn report(&mut self, report: &Report, host_jobs_unseen: Option<&str>) {
+    fn report(&mut self, report: &Report, placeholder_refused: Option<&str>) {
         let waits_for =
             self.lease.waits_for().or_else(|| self.watched.waits_for()).or_else(|| report.standing.waits_for());
         let since = waits_for.is_some().then(|| self.waits_since.unwrap_or_else(Instant::now));
@@ -187,7 +187,7 @@ impl Kubernetes {
                     uncovered: count(report.uncovered),
                     other_pods_cores: report.other_pods.cores,
                     overlapping_cores: report.other_pods.overlapping,
-                    host_jobs_unseen: host_jobs_unseen.map(str::to_owned),
+                    placeholder_refused: placeholder_refused.map(str::to_owned),
                     waits_for: None,
                 },
                 // Pods run on, though nobody counts them now.

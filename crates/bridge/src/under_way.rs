@@ -24,7 +24,7 @@ const SHOWS_WITHIN: Duration = Duration::from_secs(10);
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// How long a node is left alone whose placeholder pod was refused: somebody has to mend that.
 const PLACEHOLDER_AGAIN_AFTER: Duration = Duration::from_secs(30);
-/// How long the status says so.
+/// How long the status tells of a refusal: longer than [`PLACEHOLDER_AGAIN_AFTER`], so that the message stays.
 const TOLD_FOR: Duration = Duration::from_mins(1);
 /// At most so many bindings at a time.
 const BINDINGS: usize = 8;
@@ -184,8 +184,9 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
             .all(|pod| pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())),
         Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),
         Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_suspended),
-        // If the new pod does not show yet, it is made once more, which the API server refuses.
-        Action::Placeholder(PlaceholderStep::Make { .. }) => true,
+        Action::Placeholder(PlaceholderStep::Make { node, .. }) => {
+            pods.by_uid.values().any(|pod| pod.placeholder.is_some() && pod.name == *node)
+        }
         Action::Placeholder(PlaceholderStep::Resize { pod, size }) => {
             let found = pods.by_uid.get(&pod.uid).and_then(|pod| pod.placeholder.as_ref());
             found.is_none_or(|placeholder| placeholder.asks == *size)
@@ -228,6 +229,22 @@ mod tests {
             };
             let just_before = pause.saturating_sub(Duration::from_millis(1));
             assert_eq!((is_left_alone(just_before), is_left_alone(pause)), (seconds > 0, false), "{answer:?}");
+        }
+    }
+
+    #[test]
+    fn a_refused_placeholder_pod_is_left_alone_for_a_while_and_told() {
+        let mut under_way = UnderWay::default();
+        let size = pods::placeholder::Size::LEAST;
+        let (node, node_uid) = ("n1".to_owned(), "u".to_owned());
+        let begin = Instant::now();
+        let number = under_way.begin(Action::Placeholder(PlaceholderStep::Make { node, node_uid, size }));
+        under_way.note_outcome(number, Outcome::Refused("no namespace".to_owned()), begin);
+        assert_eq!(under_way.refused_placeholder(), Some("no namespace"));
+        for (after, is_left_alone) in [(29, true), (30, false)] {
+            let now = begin + Duration::from_secs(after);
+            under_way.settle(&Jobs::of(0), &Pods::default(), &Facts::default(), now);
+            assert_eq!(!under_way.actions().is_empty(), is_left_alone, "{after}");
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The brokers' names in `[bootstrap]`: those of Nodes, and placeholders for spares.
+//! The brokers' names in `[bootstrap]`: those of Nodes, and made-up ones for spares.
 
 use api::{Rank, Roster};
 
-/// Beginning of the placeholder names.
+/// Beginning of the made-up names.
 const SPARE: &str = "flux-spare-";
 
 /// The broker name of a rank in this epoch.
@@ -10,13 +10,13 @@ pub fn broker_name(roster: &Roster, rank: Rank) -> String {
     roster.ranks.get(&rank).map_or_else(|| spare_name(rank), |entry| entry.broker_name.clone())
 }
 
-/// The placeholder name of a spare.
+/// The made-up name of a spare.
 pub fn spare_name(rank: Rank) -> String {
     format!("{SPARE}{rank}")
 }
 
 /// True if a node's name can be its broker's name: flux-core accepts RFC 1035 names
-/// (conf_bootstrap_validate_domain_name), and the placeholder names of spares are reserved.
+/// (conf_bootstrap_validate_domain_name), and the made-up names of spares are reserved.
 pub fn is_broker_name(name: &str) -> bool {
     let label = |label: &str| {
         (1..=63).contains(&label.len())

@@ -35,8 +35,8 @@ pub enum Weight {
     RestartWaits,
     /// A queue starts no jobs.
     QueueStopped,
-    /// Kubernetes may give pods what host jobs use.
-    HostJobsUnseen,
+    /// Other schedulers don't know what host jobs use of some nodes.
+    PlaceholderRefused,
     /// The planner can't read or write some FluxNodes: those nodes get no new orders. After all other findings, so that the token of one
     /// agent, which can cause this one, can't hide another.
     FluxNodesUnusable,
@@ -159,7 +159,7 @@ mod tests {
             AgentsAway,
             RestartWaits,
             QueueStopped,
-            HostJobsUnseen,
+            PlaceholderRefused,
             Fine,
         ];
         let all: Vec<_> = order.iter().rev().map(|weight| Finding::new(*weight, format!("{weight:?}"))).collect();

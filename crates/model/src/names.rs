@@ -17,7 +17,7 @@ use super::{
 };
 use api::{IdSet, Member, Rank, Roster};
 
-/// The resource name of each rank, in rank order: the name of the member's node, or a placeholder if the rank has no
+/// The resource name of each rank, in rank order: the name of the member's node, or a made-up one if the rank has no
 /// member, its node's name can't be used, or another rank has that name. A rank in `keep` keeps the name given there,
 /// whatever the roster says: a running job holds the rank, and Fluxion finds the resources of a running job by name.
 pub fn declared_names(roster: &Roster, keep: &BTreeMap<Rank, String>) -> Vec<String> {
@@ -107,14 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn a_joined_node_has_its_own_name_and_a_rank_without_member_a_placeholder() {
+    fn a_joined_node_has_its_own_name_and_a_rank_without_member_a_made_up_one() {
         let mut roster = roster(4, &[("node1", 2), ("node2", 2)]);
         join(&mut roster, 2, "a.example", None);
         assert_eq!(names(&roster), ["node1", "node2", "a.example", "flux-spare-3"]);
         roster.ranks.get_mut(&1).unwrap().vacate();
         assert_eq!(names(&roster)[1], "flux-spare-1", "its broker's name is reserved for a node that has left");
         join(&mut roster, 2, "flux-spare-9", None);
-        assert_eq!(names(&roster)[2], "flux-spare-2", "a node can't have the name of a placeholder");
+        assert_eq!(names(&roster)[2], "flux-spare-2", "a node can't have the name of a spare");
     }
 
     #[test]

@@ -73,11 +73,6 @@ pub fn status(
         let words = if complete { words } else { format!("{}; {words}", explain(seen, planned, &next)) };
         Finding::new(Weight::PodsWait, words)
     }));
-    let unseen = next.pods.as_ref().and_then(|pods| pods.host_jobs_unseen.as_deref());
-    findings.extend(unseen.filter(|_| complete).map(|why| {
-        let words = format!("{}; kube-scheduler does not see what host jobs use: {why}", online_of(&next));
-        Finding::new(Weight::HostJobsUnseen, words)
-    }));
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
     let if_true = |weight, value: &ConditionValue| value.is_true.then(|| Finding::new(weight, value.message.clone()));
     findings.extend(if_true(Weight::NotApplied, &not_applied));
@@ -87,7 +82,11 @@ pub fn status(
     findings.extend(if_true(Weight::FluxNodesUnusable, &unusable));
     let waits = (restart.reason == WAITS).then(|| format!("a restart is pending: {}", restart.message));
     let stopped = members.and_then(|members| members.report(0)?.stopped_queues.clone());
-    for (weight, words) in [(Weight::RestartWaits, waits), (Weight::QueueStopped, stopped)] {
+    let refused = next.pods.as_ref().and_then(|pods| pods.placeholder_refused.as_deref());
+    let refused = refused.map(|why| format!("a pod for host jobs is refused: {why}"));
+    for (weight, words) in
+        [(Weight::RestartWaits, waits), (Weight::QueueStopped, stopped), (Weight::PlaceholderRefused, refused)]
+    {
         let words = words.filter(|_| complete).map(|words| format!("{}; {words}", online_of(&next)));
         findings.extend(words.map(|words| Finding::new(weight, words)));
     }
@@ -517,13 +516,8 @@ mod tests {
         };
         let fine = told(&mut world, counts.clone());
         assert_eq!((fine.pods.as_ref(), fine.message.as_deref()), (Some(&counts), Some("2 of 2 nodes online")));
-        let waiting = PodCounts { waits_for: Some("can't watch pods: 403".to_owned()), ..counts.clone() };
-        let waits = told(&mut world, waiting.clone());
+        let waits = told(&mut world, PodCounts { waits_for: Some("can't watch pods: 403".to_owned()), ..counts });
         assert_eq!(waits.message.as_deref(), Some("Flux schedules no pods: can't watch pods: 403"));
-        let unseen = PodCounts { host_jobs_unseen: Some("create pod n1: 403".to_owned()), ..counts.clone() };
-        let expected = "2 of 2 nodes online; kube-scheduler does not see what host jobs use: create pod n1: 403";
-        assert_eq!(told(&mut world, unseen).message.as_deref(), Some(expected));
-        told(&mut world, waiting);
 
         let report = world.reports.get_mut("node2").unwrap();
         (report.phase, report.message, report.adopted) = (NodePhase::Starting, Some("syncing".to_owned()), None);
@@ -531,6 +525,16 @@ mod tests {
         let expected =
             "1 of 2 nodes online; node2 (rank 1, not started): syncing; Flux schedules no pods: can't watch pods: 403";
         assert_eq!(starts, expected, "the progress of a start stays visible");
+    }
+
+    #[test]
+    fn a_refused_placeholder_pod_is_in_the_message() {
+        let mut world = World::up(2);
+        let refused = Some("create placeholder pod n1: 403".to_owned());
+        world.reports.get_mut("node1").unwrap().pods =
+            Some(PodCounts { placeholder_refused: refused, ..PodCounts::default() });
+        let expected = "2 of 2 nodes online; a pod for host jobs is refused: create placeholder pod n1: 403";
+        assert_eq!(status_of(&world).message.as_deref(), Some(expected));
     }
 
     #[test]

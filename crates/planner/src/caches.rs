@@ -113,8 +113,8 @@ fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
     let Ok(FluxNode { status: Some(status), .. }) = &mut node.0 else { return };
     let phase = if let NodePhase::Other(word) = &mut status.phase { Some(word) } else { None };
     let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
-    let of_pods = status.pods.as_mut().map(|pods| [pods.waits_for.as_mut(), pods.host_jobs_unseen.as_mut()]);
-    let [waits_for, host_jobs_unseen] = of_pods.unwrap_or_default();
+    let of_pods = status.pods.as_mut().map(|pods| [pods.waits_for.as_mut(), pods.placeholder_refused.as_mut()]);
+    let [waits_for, placeholder_refused] = of_pods.unwrap_or_default();
     let dump = status.dump.as_mut().map(|dump| &mut dump.name);
     let prefix = status.facts.as_mut().map(|facts| &mut facts.prefix);
     let new_instance = status.takeover.as_mut().and_then(|takeover| takeover.new_instance_id.as_mut());
@@ -129,7 +129,7 @@ fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
     ];
     let own = own.into_iter().filter_map(Option::as_mut).chain(status.rejected.values_mut());
     for text in
-        own.chain([phase, last_words, waits_for, host_jobs_unseen, dump, prefix, new_instance].into_iter().flatten())
+        own.chain([phase, last_words, waits_for, placeholder_refused, dump, prefix, new_instance].into_iter().flatten())
     {
         text.truncate(text.floor_char_boundary(LONGEST_TEXT));
     }

@@ -114,7 +114,7 @@ impl ShadowStep {
 /// What is to be done with the placeholder pod of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PlaceholderStep {
-    /// Create it. There may be one already, which the next world shows.
+    /// Create it.
     Make {
         /// The Node, whose name the pod gets.
         node: String,

@@ -1,6 +1,6 @@
 //! Placeholder pods: what host jobs use of a node is requested in Kubernetes as well, so that no scheduler gives it to other pods.
 //!
-//! There is at most one for each node, in a namespace of their own and with the node's name. It runs nothing: only its requests count.
+//! There is at most one for each node, in a namespace of their own and with the node's name. It only waits: its requests count.
 
 use k8s_openapi::api::core::v1::Pod;
 
@@ -23,10 +23,10 @@ impl Size {
     pub const LEAST: Self = Self { cpu: 1, memory: 4 << 20 };
 }
 
-/// What the pod's own requests are, beside what counts of them ([`crate::pod::PodView::requests`]).
+/// What matters of a placeholder pod beside what does of each pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placeholder {
-    /// spec.containers[0].resources.requests
+    /// What the spec requests. [`crate::pod::PodView::requests`] is what kubelet counts: more, while a shrink is under way.
     pub asks: Size,
     /// kubelet says that it can't resize the pod: condition PodResizePending with reason Infeasible.
     pub cant_be_resized: bool,

@@ -17,7 +17,7 @@ const CORDONED: &str = "node.kubernetes.io/unschedulable";
 /// Beginning of the taints that report a node's condition. They come and go with it.
 const CONDITION_TAINTS: &str = "node.kubernetes.io/";
 
-/// The minor version of Kubernetes 1 whose kubelet resizes pods in place without being asked to by a feature gate.
+/// First minor version of Kubernetes 1 whose kubelet resizes pods in place by default.
 const RESIZES_SINCE: u32 = 33;
 
 /// Such as 36 for `v1.36.2`.
@@ -50,7 +50,7 @@ pub struct Target {
     pub threads: u32,
     /// kubelet can resize a pod in place (Kubernetes 1.33).
     pub can_resize: bool,
-    /// Only Flux uses it: a taint that the spec tolerates keeps other pods off.
+    /// A taint that the spec tolerates keeps ordinary pods off, so neither side accounts for the other here.
     pub is_dedicated: bool,
     /// What these cores are in thousandths of a hardware thread, as the Node counts CPUs.
     pub declared_cpu: u64,
@@ -114,8 +114,8 @@ impl Target {
         }))
     }
 
-    /// What host jobs use of it is requested by a placeholder pod.
-    pub fn has_placeholder(&self) -> bool {
+    /// What host jobs use of it may be requested by a placeholder pod.
+    pub fn may_have_placeholder(&self) -> bool {
         self.can_resize && !self.is_dedicated
     }
 
@@ -179,6 +179,38 @@ mod tests {
         let keys = |taints: Vec<&Taint>| taints.into_iter().map(|taint| taint.key.clone()).collect::<Vec<_>>();
         assert_eq!(keys(target.taints.iter().collect()), ["node.kubernetes.io/not-ready", CORDONED]);
         assert_eq!(keys(target.lasting_taints().collect()), [CORDONED]);
+    }
+
+    #[test]
+    fn a_kubelet_can_resize_pods_since_1_33() {
+        for (version, expected) in [
+            ("v1.32.9", false),
+            ("v1.33.0", true),
+            ("v1.36.2+k3s1", true),
+            ("v1.33.1-eks-1", true),
+            ("2", false),
+            ("", false),
+        ] {
+            let names = ["architecture", "bootID", "containerRuntimeVersion", "kernelVersion", "kubeProxyVersion"];
+            let more = ["machineID", "operatingSystem", "osImage", "systemUUID"];
+            let mut info: serde_json::Map<_, _> =
+                names.into_iter().chain(more).map(|name| (name.to_owned(), json!(""))).collect();
+            info.insert("kubeletVersion".to_owned(), json!(version));
+            let target = target(json!({}), json!({"nodeInfo": info}), declared(1)).unwrap();
+            assert_eq!(target.may_have_placeholder(), expected, "{version}");
+        }
+    }
+
+    #[test]
+    fn a_taint_that_the_spec_tolerates_dedicates_a_node() {
+        let tolerations = json!([{"key": "pool", "operator": "Equal", "value": "flux", "effect": "NoSchedule"}]);
+        let nodes: Nodes = serde_json::from_value(json!({"tolerations": tolerations})).unwrap();
+        for (key, expected) in [("pool", true), ("other", false)] {
+            let spec = json!({"taints": [{"key": key, "value": "flux", "effect": "NoSchedule"}]});
+            let node = json!({"metadata": {"name": "n"}, "spec": spec, "status": {}});
+            let target = Target::of(&serde_json::from_value(node).unwrap(), 3, &declared(1), &nodes).unwrap().unwrap();
+            assert_eq!(target.is_dedicated, expected, "{key}");
+        }
     }
 
     #[test]

@@ -120,13 +120,20 @@ impl Bridging {
         }
         let client = ops.client.clone();
         let task = tokio::spawn(async move {
-            // Without the rights of deploy/pods.yaml, no bridge has made any.
-            if let Err(error) = bridge::remove_placeholder_pods(&client).await {
-                debug!(error = error_chain(&error), "can't remove the pods that stand for host jobs");
-            }
+            let mut are_pods_left = true;
             loop {
                 match uninstall_is_under_way() {
                     true => debug!("flux-distribute uninstall runs: what a bridge may have left stays"),
+                    false if are_pods_left => match bridge::remove_placeholder_pods(&client).await {
+                        // 403: deploy/pods.yaml is not applied, so no bridge has made any.
+                        Err(error) if error.code() != Some(403) => {
+                            debug!(error = error_chain(&error), "can't remove placeholder pods: trying again");
+                        }
+                        _ => {
+                            are_pods_left = false;
+                            continue;
+                        }
+                    },
                     false => match clean_up_once(starts_queues).await {
                         Ok(()) => return,
                         Err(error) => {

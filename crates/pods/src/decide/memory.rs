@@ -30,13 +30,13 @@ pub(super) struct PlaceholderMemory {
     pub idle_since: Option<Moment>,
     /// The pod that was seen last.
     pub uid: String,
-    /// When that was made.
+    /// When the pod `uid` was created.
     pub created: Moment,
     /// How many pods in a row did not last.
-    pub tries: u32,
+    pub replaced: u32,
     /// What it asks for.
     pub asks: Option<Size>,
-    /// Since when.
+    /// Since when it asks for `asks`.
     pub asks_since: Moment,
 }
 

@@ -17,43 +17,43 @@ use crate::{
 
 /// A placeholder pod stays this long after the last host job, for the next one.
 const STAYS: Millis = 30 * SECOND;
-/// After it was made, a placeholder pod is made again no earlier than this, twice as long each time: somebody, or kubelet, may remove it
-/// each time.
-const AGAIN_AFTER: Millis = SECOND;
-const AGAIN_AFTER_AT_MOST: Millis = 60 * SECOND;
+/// The first replacement of a pod is made at once. After that, the pause doubles from 2 s on: whatever removed the pod may remove the next one,
+/// too.
+const PAUSE_UNIT: Millis = SECOND;
+const LONGEST_PAUSE: Millis = 60 * SECOND;
 /// One that has lasted this long was not removed by what removed those before.
 const LASTED: Millis = 120 * SECOND;
-/// A shrink that nobody waits for comes no earlier than this after the last change: short host jobs need no request each.
+/// A shrink that makes room for nobody waits this long after the last change, so that short host jobs don't cost a request each.
 const SETTLES: Millis = SECOND / 2;
 
-/// What is known of a node's placeholder pod.
-struct Seen<'a> {
-    /// What it is to ask for; None if no host job runs there.
-    wanted: Option<Size>,
+/// What a node's placeholder pod is decided by.
+struct NodeInputs<'a> {
+    target: &'a Target,
+    /// What it is to ask for; the least if no host job runs there.
+    size: Size,
+    is_idle: bool,
     found: Option<(&'a PodView, &'a Placeholder)>,
-    /// A new one would find room.
+    /// The node is not cordoned, and kubelet would admit a new pod of this size.
     can_be_made: bool,
-    /// What it has leaves the other pods their room.
+    /// What the pod has leaves the other pods their room.
     fits: bool,
     now: Moment,
 }
 
 /// What is to be done about it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Next {
     Nothing,
     /// Decide again at this moment.
-    Wait(Moment),
-    Make(Size),
-    Resize(Size),
-    Remove,
+    At(Moment),
+    Do(PlaceholderStep),
 }
 
 /// What brings all placeholder pods to what host jobs use. Comes last: pods that are bound in this round take room, too.
 pub(super) fn keep(round: &mut Round, memory: &mut BTreeMap<String, PlaceholderMemory>) {
     let busy: BTreeSet<&str> = round.world.under_way.iter().filter_map(node_of).collect();
     let (mut steps, mut wakes) = (Vec::new(), Vec::new());
-    for target in round.world.targets.values().filter(|target| target.has_placeholder()) {
+    for target in round.world.targets.values().filter(|target| target.may_have_placeholder()) {
         let found = round.placeholders.get(target.node.as_str()).copied();
         let hosts = round.held_cores(target.rank).hosts;
         if hosts == 0 && found.is_none() {
@@ -64,26 +64,25 @@ pub(super) fn keep(round: &mut Round, memory: &mut BTreeMap<String, PlaceholderM
             continue;
         }
         let usage = round.usage.all(&target.node);
-        let seen = Seen {
-            wanted: (hosts > 0).then(|| wanted(target, usage, hosts)),
+        let size = wanted(target, usage, hosts);
+        let inputs = NodeInputs {
+            target,
+            size,
+            is_idle: hosts == 0,
             found,
+            can_be_made: !target.is_cordoned() && usage.pods < target.allocatable.pods && fits(target, usage, size),
             fits: found.is_none_or(|(pod, _)| fits(target, usage, counted(pod))),
-            can_be_made: !target.is_cordoned() && usage.pods < target.allocatable.pods,
             now: round.now,
         };
-        let step = step(&seen, memory.entry(target.node.clone()).or_default());
-        let node = target.node.clone();
-        match (step, found.map(|(pod, _)| PodRef::from(pod))) {
-            (Step::Make(size), _) => steps.push(PlaceholderStep::Make { node, node_uid: target.uid.clone(), size }),
-            (Step::Resize(size), Some(pod)) => steps.push(PlaceholderStep::Resize { pod, size }),
-            (Step::Remove, Some(pod)) => steps.push(PlaceholderStep::Remove { pod }),
-            (Step::Wait(until), _) => wakes.push(until),
-            (Step::Nothing | Step::Resize(_) | Step::Remove, _) => {}
+        match next(&inputs, memory.entry(target.node.clone()).or_default()) {
+            Next::Nothing => {}
+            Next::At(moment) => wakes.push(moment),
+            Next::Do(step) => steps.push(step),
         }
     }
-    // Nobody else ends those of nodes that are members no more, or are Flux's alone by now. A Node may be unreadable for a while.
+    // Removes those of nodes that have left or become dedicated. A member whose Node can't be read keeps its pod.
     let is_left = |node: &str| match round.ranks.get(node) {
-        Some(rank) => round.world.targets.get(rank).is_some_and(|target| !target.has_placeholder()),
+        Some(rank) => round.world.targets.get(rank).is_some_and(|target| !target.may_have_placeholder()),
         None => true,
     };
     let left = round
@@ -100,29 +99,32 @@ fn node_of(action: &Action) -> Option<&str> {
     if let Action::Placeholder(step) = action { Some(step.node()) } else { None }
 }
 
-fn step(seen: &Seen, memory: &mut PlaceholderMemory) -> Step {
-    let now = seen.now;
-    memory.idle_since = seen.wanted.is_none().then(|| memory.idle_since.unwrap_or(now));
-    let Some((pod, placeholder)) = seen.found else {
-        let Some(size) = seen.wanted.filter(|_| seen.can_be_made) else { return Step::Nothing };
-        let may_be_made_at = memory.may_be_made_at();
-        return if now < may_be_made_at { Step::Wait(may_be_made_at) } else { Step::Make(size) };
+fn next(inputs: &NodeInputs, memory: &mut PlaceholderMemory) -> Next {
+    let NodeInputs { target, size, now, .. } = *inputs;
+    memory.idle_since = inputs.is_idle.then(|| memory.idle_since.unwrap_or(now));
+    let Some((pod, placeholder)) = inputs.found else {
+        let at = memory.may_be_made_at();
+        return match inputs.can_be_made && !inputs.is_idle {
+            false => Next::Nothing,
+            true if now < at => Next::At(at),
+            true => Next::Do(PlaceholderStep::Make { node: target.node.clone(), node_uid: target.uid.clone(), size }),
+        };
     };
     memory.note(pod, placeholder.asks, now);
+    let remove = || Next::Do(PlaceholderStep::Remove { pod: PodRef::from(pod) });
     if pod.is_deleting() {
-        return Step::Nothing;
+        return Next::Nothing;
     }
     if pod.is_terminal() || placeholder.cant_be_resized {
-        return Step::Remove;
+        return remove();
     }
-    let size = seen.wanted.unwrap_or(Size::LEAST);
     let settled = memory.asks_since.saturating_add(SETTLES);
     match memory.idle_since.map(|since| since.saturating_add(STAYS)) {
-        Some(until) if now >= until => Step::Remove,
-        Some(until) if size == placeholder.asks => Step::Wait(until),
-        _ if size == placeholder.asks => Step::Nothing,
-        _ if size.cpu <= placeholder.asks.cpu && seen.fits && now < settled => Step::Wait(settled),
-        _ => Step::Resize(size),
+        Some(until) if now >= until => remove(),
+        Some(until) if size == placeholder.asks => Next::At(until),
+        _ if size == placeholder.asks => Next::Nothing,
+        _ if size.cpu <= placeholder.asks.cpu && inputs.fits && now < settled => Next::At(settled),
+        _ => Next::Do(PlaceholderStep::Resize { pod: PodRef::from(pod), size }),
     }
 }
 
@@ -131,7 +133,7 @@ impl PlaceholderMemory {
     fn note(&mut self, pod: &PodView, asks: Size, now: Moment) {
         if self.uid != pod.uid {
             let lasted = pod.created.saturating_sub(self.created) >= LASTED;
-            self.tries = if lasted { 0 } else { self.tries.saturating_add(1) };
+            self.replaced = if lasted { 0 } else { self.replaced.saturating_add(1) };
             (self.uid, self.created) = (pod.uid.clone(), pod.created);
         }
         if self.asks != Some(asks) {
@@ -141,8 +143,8 @@ impl PlaceholderMemory {
 
     /// When another one may be made.
     fn may_be_made_at(&self) -> Moment {
-        let pause = AGAIN_AFTER.checked_shl(self.tries).unwrap_or(Millis::MAX).clamp(AGAIN_AFTER, AGAIN_AFTER_AT_MOST);
-        self.created.saturating_add(if self.tries == 0 { 0 } else { pause })
+        let pause = if self.replaced == 0 { 0 } else { (PAUSE_UNIT << self.replaced.min(6)).min(LONGEST_PAUSE) };
+        self.created.saturating_add(pause)
     }
 }
 
@@ -170,12 +172,9 @@ fn fits(target: &Target, others: &Usage, size: Size) -> bool {
 }
 
 /// True if a pod of a gang has to wait until the placeholder pod of `target` has shrunk, although the cores of its slot are free in Flux:
-/// kubelet would refuse it. `usage`: that of all other pods, and of this one.
+/// kubelet would refuse it. `usage`: of all pods but the placeholder pod, with the pod to bind.
 pub(super) fn must_shrink(round: &Round, target: &Target, usage: &Usage) -> bool {
     let Some((pod, _)) = round.placeholders.get(target.node.as_str()) else { return false };
-    let wanted = match round.held_cores(target.rank).hosts {
-        0 => Size::LEAST,
-        hosts => wanted(target, usage, hosts),
-    };
+    let wanted = wanted(target, usage, round.held_cores(target.rank).hosts);
     !fits(target, usage, counted(pod)) && fits(target, usage, wanted)
 }

@@ -114,6 +114,7 @@ impl<'a> Round<'a> {
             }
         }
         let ranks = world.ranks.iter().map(|(node, rank)| (node.as_str(), *rank)).collect();
+        // Placeholder pods stand for host jobs, whose cores count as held.
         let there = shown.iter().copied().filter(|pod| pod.may_be_there() && pod.placeholder.is_none());
         let gangs = gangs(shown.iter().copied(), known, now).into_iter().map(|gang| {
             let jobs = by_gang.get(&gang.id).map_or(&[][..], Vec::as_slice);

@@ -141,7 +141,7 @@ fn bind_all(
     }
 }
 
-/// Binds `pod` to `slot`.
+/// Binds `pod` to `slot`, unless the placeholder pod must shrink first; a later round then binds it.
 pub(super) fn bind(round: &mut Round, gang: &Gang, held: &Held, pod: &PodView, slot: &Slot) {
     let Some(target) = round.world.targets.get(&slot.rank) else { return };
     // Room that the pod needs, whether it is bound now or once the placeholder pod has shrunk.

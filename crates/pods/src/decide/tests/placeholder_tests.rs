@@ -34,7 +34,7 @@ fn host_jobs(bed: &Bed) -> Vec<JobId> {
 }
 
 #[test]
-fn a_placeholder_pod_asks_for_what_host_jobs_use_and_goes_thirty_seconds_after_the_last() {
+fn a_placeholder_pod_follows_host_jobs_and_goes_thirty_seconds_after_the_last() {
     let mut bed = bed(2);
     bed.settle();
     assert_eq!(shown(&bed), [""; 0], "no host job runs");
@@ -96,7 +96,7 @@ fn a_pod_of_a_gang_is_bound_once_the_placeholder_pod_has_shrunk() {
 }
 
 #[test]
-fn a_pod_of_a_gang_gets_memory_that_host_jobs_only_stand_for() {
+fn a_placeholder_pod_gives_up_memory_that_a_pod_of_a_gang_needs() {
     let mut bed = bed(1);
     bed.submit_host_job(1, 3);
     bed.settle();
@@ -141,14 +141,16 @@ fn nodes_of_flux_alone_and_kubelets_that_cant_resize_have_no_placeholder_pod() {
         assert_eq!(shown(&bed).len(), 1);
         let target = bed.seen.targets.get_mut(&0).unwrap();
         (target.is_dedicated, target.can_resize) = (is_dedicated, can_resize);
+        bed.create([foreign("web", 2000)]);
         bed.settle();
         assert_eq!(shown(&bed), [""; 0]);
+        assert_eq!(bed.shadows(0), if is_dedicated { (0, 0) } else { (2, 0) });
         assert!(bed.done.iter().any(|action| matches!(action, Action::Placeholder(PlaceholderStep::Remove { .. }))));
     }
 }
 
 #[test]
-fn a_placeholder_pod_that_kubelet_cant_resize_is_replaced_and_a_cordoned_node_gets_none() {
+fn a_placeholder_pod_that_kubelet_cant_resize_is_replaced() {
     let mut bed = bed(1);
     bed.submit_host_job(1, 1);
     bed.settle();
@@ -159,8 +161,11 @@ fn a_placeholder_pod_that_kubelet_cant_resize_is_replaced_and_a_cordoned_node_ge
     bed.pass(5 * SECOND);
     assert_eq!(shown(&bed), ["node0: 1000m, 2048 MiB"]);
     assert!(!bed.pods.contains_key(&uid));
+}
 
-    let mut bed = self::bed(1);
+#[test]
+fn a_cordoned_node_gets_no_placeholder_pod() {
+    let mut bed = bed(1);
     let cordon = k8s_openapi::api::core::v1::Taint {
         key: "node.kubernetes.io/unschedulable".into(),
         effect: "NoSchedule".into(),
@@ -173,7 +178,7 @@ fn a_placeholder_pod_that_kubelet_cant_resize_is_replaced_and_a_cordoned_node_ge
 }
 
 #[test]
-fn the_placeholder_pod_of_a_former_member_is_removed_and_that_of_an_unreadable_node_stays() {
+fn an_unreadable_node_keeps_its_placeholder_pod_and_a_former_member_does_not() {
     let mut bed = bed(2);
     bed.submit_host_job(2, 4);
     bed.settle();
