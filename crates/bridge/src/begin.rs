@@ -203,7 +203,7 @@ fn by_api_server(answer: Result<(), ApiError>) -> Outcome {
 }
 
 /// What an error of the API server says about the action that it answers.
-fn outcome_of(error: &ApiError) -> Outcome {
+pub(crate) fn outcome_of(error: &ApiError) -> Outcome {
     match (error.busy_for(), error.code()) {
         (Some(pause), _) => Outcome::Busy(pause),
         // A conflict says nothing: the binding before it may have been ours.

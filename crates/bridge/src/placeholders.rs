@@ -18,7 +18,7 @@ use pods::{
     placeholder::{self, Size},
 };
 
-use crate::under_way::Outcome;
+use crate::{begin::outcome_of, under_way::Outcome};
 
 /// The PriorityClass of placeholder pods. No user class is higher, and it preempts nobody. `deploy/pods.yaml` makes it.
 const PRIORITY_CLASS: &str = "flux-host-jobs";
@@ -38,15 +38,15 @@ pub(crate) async fn carry_out(client: &Client, step: &PlaceholderStep) -> Outcom
     };
     match done {
         Ok(()) => Outcome::Done(None),
-        Err(error @ ApiError::Timeout(_)) => {
-            warn!(node = step.node(), error = error_chain(&error), "no answer about a placeholder pod");
-            Outcome::Lost
-        }
-        // Another pod has the name by now, which the next observation shows. A resize with another uid is answered 422.
-        Err(error) if matches!(error.code(), Some(409 | 422)) => Outcome::Busy(CHANGED_PAUSE),
+        // Another pod has the name by now, which the next observation shows.
+        Err(error) if error.code() == Some(409) => Outcome::Busy(CHANGED_PAUSE),
         Err(error) => {
-            warn!(node = step.node(), error = error_chain(&error), "a placeholder pod is refused");
-            Outcome::Refused(error_chain(&error))
+            warn!(node = step.node(), error = error_chain(&error), "a placeholder pod is not as it should be");
+            match outcome_of(&error) {
+                // No such namespace, or no such subresource.
+                Outcome::Failed => Outcome::Refused(error_chain(&error)),
+                outcome => outcome,
+            }
         }
     }
 }
@@ -90,6 +90,8 @@ fn pod(node: &str, node_uid: &str, image: Option<&str>, size: Size) -> Value {
                 "image": image,
                 "imagePullPolicy": "IfNotPresent",
                 "args": ["placeholder"],
+                // On nodes with swap, kubelet changes memory in place only like this.
+                "resizePolicy": [{"resourceName": "memory", "restartPolicy": "RestartContainer"}],
                 "resources": requests(size),
                 "securityContext": {
                     "allowPrivilegeEscalation": false,
@@ -110,7 +112,11 @@ async fn resize(client: &Client, pod: &PodRef, size: Size) -> Result<(), ApiErro
     let patch = Patch::Strategic(json!({"metadata": {"uid": pod.uid}, "spec": {"containers": containers}}));
     let (pods, parameters) = (pods(client), patch_params());
     let resized = pods.patch_subresource("resize", &pod.name, &parameters, &patch);
-    gone_is_fine(call(format!("resize placeholder pod {}", pod.name), resized).await)
+    match call(format!("resize placeholder pod {}", pod.name), resized).await {
+        // The API server answers another uid so.
+        Err(error) if error.code() == Some(422) && error_chain(&error).contains("metadata.uid") => Ok(()),
+        resized => resized.map(drop),
+    }
 }
 
 async fn remove(client: &Client, pod: &PodRef) -> Result<(), ApiError> {

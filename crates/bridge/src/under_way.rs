@@ -108,7 +108,10 @@ impl UnderWay {
                 }
                 (None, Action::Placeholder(_)) => {
                     begun.progress = Progress::Paused(now + PLACEHOLDER_AGAIN_AFTER);
-                    self.refused_placeholder = Some((words, now));
+                    // The first words stay: those of each node would change the status all the time.
+                    if self.refused_placeholder().is_none() {
+                        self.refused_placeholder = Some((words, now));
+                    }
                 }
                 (None, _) => begun.progress = Progress::Paused(now + AGAIN_AFTER),
             },

@@ -72,8 +72,11 @@ impl Bridging {
     /// Begins, tells or ends the bridge, as it is wanted now.
     pub fn follow(&mut self, ops: &NodeOps, inputs: &NodeInputs) {
         let wanted = wanted(inputs);
-        if !matches!(wanted, Wanted::Bridge { .. }) {
-            self.running = None;
+        if !matches!(wanted, Wanted::Bridge { .. })
+            && self.running.take().is_some()
+            && inputs.instance == Instance::Over
+        {
+            remove_placeholder_pods(ops);
         }
         if !matches!(wanted, Wanted::Cleanup { .. }) {
             // A clean-up that goes on would cancel the jobs of the next bridge.
@@ -151,6 +154,20 @@ impl Bridging {
     pub fn counts(&self) -> Option<PodCounts> {
         self.running.as_ref().map(|running| running.counts.borrow().clone())
     }
+}
+
+/// Once the instance is over, no bridge comes any more that would.
+fn remove_placeholder_pods(ops: &NodeOps) {
+    let client = ops.client.clone();
+    tokio::spawn(async move {
+        while let Err(error) = bridge::remove_placeholder_pods(&client).await {
+            if error.code() == Some(403) {
+                return;
+            }
+            debug!(error = error_chain(&error), "can't remove placeholder pods: trying again");
+            sleep(LOOK_AGAIN).await;
+        }
+    });
 }
 
 async fn clean_up_once(starts_queues: bool) -> Result<(), QueueError> {

@@ -32,12 +32,20 @@ pub(super) struct PlaceholderMemory {
     pub uid: String,
     /// When the pod `uid` was created.
     pub created: Moment,
+    /// Since when there has been none.
+    pub gone_since: Option<Moment>,
     /// How many pods in a row did not last.
     pub replaced: u32,
     /// What it asks for.
     pub asks: Option<Size>,
     /// Since when it asks for `asks`.
     pub asks_since: Moment,
+    /// Cores of the host jobs that it was made or resized for last.
+    pub hosts: u32,
+    /// Since when it has left other pods too little room.
+    pub too_large_since: Option<Moment>,
+    /// Since when it could grow only because other pods have left.
+    pub room_since: Option<Moment>,
 }
 
 /// What holds up a recovery: gangs that were there when it began, until they are asked for. Otherwise somebody who goes on making

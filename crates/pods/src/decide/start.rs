@@ -125,8 +125,10 @@ fn bind_all(
         return Progress { needed, words: None };
     }
     if failing.is_empty() {
-        for (pod, slot) in dealt {
-            bind(round, gang, held, pod, slot);
+        let slots: Vec<_> = dealt.iter().map(|(pod, slot)| (*pod, slot.rank)).collect();
+        // All of them, or none: half a gang would wait for the others.
+        if have_room(round, &slots) {
+            dealt.into_iter().for_each(|(pod, slot)| bind(round, gang, held, pod, slot));
         }
         return Progress { needed, words: None };
     }
@@ -141,14 +143,22 @@ fn bind_all(
     }
 }
 
-/// Binds `pod` to `slot`, unless the placeholder pod must shrink first; a later round then binds it.
+/// Takes the room that `pods` need, and returns true if they may be bound now: false while the placeholder pod of one of these ranks has to
+/// shrink.
+pub(super) fn have_room(round: &mut Round, pods: &[(&PodView, Rank)]) -> bool {
+    for (pod, rank) in pods {
+        let Some(target) = round.world.targets.get(rank) else { continue };
+        round.usage.add(&target.node, &pod.requests);
+    }
+    pods.iter().all(|(_, rank)| {
+        let target = round.world.targets.get(rank);
+        target.is_none_or(|target| !must_shrink(round, target, round.usage.all(&target.node)))
+    })
+}
+
+/// Binds `pod` to `slot`, whose room was taken ([`have_room`]).
 pub(super) fn bind(round: &mut Round, gang: &Gang, held: &Held, pod: &PodView, slot: &Slot) {
     let Some(target) = round.world.targets.get(&slot.rank) else { return };
-    // Room that the pod needs, whether it is bound now or once the placeholder pod has shrunk.
-    round.usage.add(&target.node, &pod.requests);
-    if must_shrink(round, target, round.usage.all(&target.node)) {
-        return;
-    }
     round.actions.push(Action::Bind(Box::new(Binding {
         gang: gang.id.clone(),
         pod: PodRef::from(pod),

@@ -72,6 +72,8 @@ fn a_placeholder_pod_never_asks_for_more_than_other_pods_leave() {
     assert_eq!(shown(&bed), ["node0: 1500m, 2048 MiB"]);
     assert_eq!(bed.shadows(0), (1, 1), "and what it requests is no use of other pods");
     bed.end("web", Phase::Succeeded);
+    bed.pass(59 * SECOND);
+    assert_eq!(shown(&bed), ["node0: 1500m, 2048 MiB"], "another pod may take its place");
     bed.pass(SECOND);
     assert_eq!((shown(&bed), bed.shadows(0)), (vec!["node0: 3000m, 6144 MiB".to_owned()], (0, 0)));
 }
@@ -129,7 +131,7 @@ fn a_placeholder_pod_that_is_evicted_is_made_again_with_pauses() {
             bed.pass(SECOND);
         }
     }
-    assert_eq!(made, [0, 0, 2, 6, 14], "at once, and then later each time");
+    assert_eq!(made, [0, 15, 45, 105, 225], "later each time");
 }
 
 #[test]
@@ -158,7 +160,7 @@ fn a_placeholder_pod_that_kubelet_cant_resize_is_replaced() {
     let mut stuck = bed.pods[&uid].clone();
     stuck.placeholder.as_mut().unwrap().cant_be_resized = true;
     bed.set(stuck);
-    bed.pass(5 * SECOND);
+    bed.pass(15 * SECOND);
     assert_eq!(shown(&bed), ["node0: 1000m, 2048 MiB"]);
     assert!(!bed.pods.contains_key(&uid));
 }
@@ -189,4 +191,55 @@ fn an_unreadable_node_keeps_its_placeholder_pod_and_a_former_member_does_not() {
     bed.seen.ranks.remove("node1");
     bed.settle();
     assert_eq!(shown(&bed), ["node0: 4000m, 8192 MiB"]);
+}
+
+#[test]
+fn a_gang_is_bound_as_a_whole_once_all_placeholder_pods_have_shrunk() {
+    let mut bed = bed(2);
+    bed.seen.targets.values_mut().for_each(|target| target.allocatable.cpu = 4500);
+    bed.kubelet_is_slow = true;
+    bed.submit_host_job_on("0", 4);
+    bed.settle();
+    bed.create(super::gang("g", 8));
+    bed.settle();
+    bed.cancel(host_jobs(&bed)[0], "");
+    bed.pass(SECOND);
+    let bound = |bed: &Bed| bed.pods.values().filter(|pod| pod.is_bridged && pod.node.is_some()).count();
+    assert_eq!(bound(&bed), 0, "node1 has room for four of them");
+    bed.pass(10 * SECOND);
+    assert_eq!((bound(&bed), shown(&bed)), (8, vec![]), "a pod that kubelet does not shrink is removed");
+}
+
+#[test]
+fn a_placeholder_pod_makes_way_for_a_pod_that_needs_its_place() {
+    let mut bed = bed(1);
+    bed.seen.targets.get_mut(&0).unwrap().allocatable.pods = 1;
+    bed.submit_host_job(1, 3);
+    bed.settle();
+    assert_eq!(shown(&bed).len(), 1);
+    bed.create([pod("a", 1)]);
+    bed.settle();
+    assert_eq!((bed.pods["uid-a"].node.as_deref(), shown(&bed)), (Some("node0"), vec![]));
+}
+
+#[test]
+fn placeholder_pods_go_with_the_last_host_job_if_the_instance_ends() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 3);
+    bed.settle();
+    bed.seen.is_closing = true;
+    bed.settle();
+    assert_eq!(shown(&bed).len(), 1);
+    bed.cancel(host_jobs(&bed)[0], "");
+    bed.settle();
+    assert_eq!(shown(&bed), [""; 0]);
+}
+
+#[test]
+fn the_memory_of_host_jobs_is_their_part_of_all_cpus() {
+    let mut bed = bed(1);
+    bed.seen.targets.get_mut(&0).unwrap().allocatable.cpu = 8000;
+    bed.submit_host_job(1, 4);
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 4000m, 4096 MiB"], "Flux declares half of the node");
 }
