@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Pods of another scheduler beside pods and jobs of Flux on a real cluster: do the jobs other-pods/NODE hold what those pods use?
+"""Pods of another scheduler beside pods and jobs of Flux on a real cluster: do the jobs other-pods/NODE hold what those pods use, and do the
+pods flux-host-jobs/NODE request what jobs use? Kubelets must be of Kubernetes 1.33 or later.
 
     KUBECONFIG=… scripts/cluster_account.py --manifest FILE --node-shell 'COMMAND {node}' --image IMAGE [--cpu 1] [--changes 60]
         [--runs 5] [--rows WORD,…]
@@ -7,7 +8,7 @@
 IMAGE and the other arguments are those of cluster_pods.py; a core is one CPU here. Use a cluster that can be damaged; namespace default is
 emptied."""
 
-import json, math, random, time
+import json, math, random, threading, time
 from collections import Counter
 
 from cluster import Wrong, kubectl, main, until
@@ -16,6 +17,7 @@ from pod_cluster import AGENT, BROKER, RESOURCES, PodCluster
 # Thousandths of a CPU: the default of spec.pods.tolerance.
 TOLERANCE = 500
 SHADOW = "other-pods/"
+PLACEHOLDERS = "flux-host-jobs"
 # The cores of each node, and then those that each job holds: its name, the node and how many.
 HELD = RESOURCES + """
 def show(name, execution):
@@ -50,40 +52,81 @@ class Account(PodCluster):
         kubectl("delete", "daemonset", "--all")
         super().up()
 
-    def wanted(self, gangs, declared):
+    def look(self):
+        """By node: the cores that Flux declares and has given out, what pods request, and what the node has, in thousandths of a CPU."""
+        found = {kind: Counter() for kind in ["declared", "hosts", "gangs", "shadows"]}
+        for name, node, cores in map(str.split, self.flux("python", "-c", HELD).splitlines()):
+            kind = "declared" if name == "-" else "shadows" if name.startswith(SHADOW) else "gangs" if "/" in name else "hosts"
+            found[kind][node] += int(cores)
+        found["pods"], found["placeholders"], found["allocatable"] = Counter(), Counter(), {}
+        for pod in json.loads(kubectl("get", "pods", "-A", "-o", "json"))["items"]:
+            if pod["spec"].get("nodeName") and pod["status"]["phase"] in ("Pending", "Running"):
+                kind = "placeholders" if pod["metadata"]["namespace"] == PLACEHOLDERS else "pods"
+                found[kind][pod["spec"]["nodeName"]] += requested(pod)
+        found["cordoned"] = set()
+        for node in json.loads(kubectl("get", "nodes", "-o", "json"))["items"]:
+            name = node["metadata"]["name"]
+            found["allocatable"][name] = milli(node["status"]["allocatable"]["cpu"])
+            if node["spec"].get("unschedulable"):
+                found["cordoned"].add(name)
+        return found
+
+    @staticmethod
+    def wanted(look):
         """The cores that shadow jobs are to hold on each node: what all pods request, beyond the CPUs that Flux does not declare, or the
         tolerance, less the cores that the jobs of gangs hold. Here, each pod of a gang requests its whole slot."""
-        pods = json.loads(kubectl("get", "pods", "-A", "-o", "json"))["items"]
-        used = Counter()
-        for pod in pods:
-            if pod["spec"].get("nodeName") and pod["status"]["phase"] in ("Pending", "Running"):
-                used[pod["spec"]["nodeName"]] += requested(pod)
         wanted = {}
-        for node in json.loads(kubectl("get", "nodes", "-o", "json"))["items"]:
-            name, flux = node["metadata"]["name"], declared[node["metadata"]["name"]]
-            exempt = max(TOLERANCE, milli(node["status"]["allocatable"]["cpu"]) - 1000 * flux)
-            wanted[name] = max(0, min(flux, math.ceil(max(0, used[name] - exempt) / 1000)) - gangs[name])
+        for node, allocatable in look["allocatable"].items():
+            flux = look["declared"][node]
+            exempt = max(TOLERANCE, allocatable - 1000 * flux)
+            used = min(flux, math.ceil(max(0, look["pods"][node] - exempt) / 1000))
+            wanted[node] = max(0, used - look["gangs"][node])
         return {node: cores for node, cores in wanted.items() if cores}
 
     def is_right(self):
-        declared, gangs, shadows = Counter(), Counter(), Counter()
-        for name, node, cores in map(str.split, self.flux("python", "-c", HELD).splitlines()):
-            if name == "-":
-                declared[node] += int(cores)
-            elif name.startswith(SHADOW):
-                shadows[node] += int(cores)
-            elif "/" in name:
-                gangs[node] += int(cores)
+        look = self.look()
+        shadows = Counter(look["shadows"])
         for line in self.flux("jobs", "-n", "--filter=pending", "-o", "{name} {ntasks}").splitlines():
             name, cores = line.split()
             if name.startswith(SHADOW):
                 shadows[name.removeprefix(SHADOW)] += int(cores)
-        wanted = self.wanted(gangs, declared)
-        return dict(shadows) == wanted or f"shadow jobs hold or wait for {dict(shadows)}, wanted is {wanted}"
+        wanted = self.wanted(look)
+        if dict(shadows) != wanted:
+            return f"shadow jobs hold or wait for {dict(shadows)}, wanted is {wanted}"
+        for node, allocatable in look["allocatable"].items():
+            asks, hosts = look["placeholders"][node], 1000 * look["hosts"][node]
+            most = max(1, min(hosts, allocatable - look["pods"][node]))
+            is_right = asks in ((most, 0) if node in look["cordoned"] else (most,)) if hosts else asks <= 1
+            if not is_right:
+                return f"host jobs have {hosts}m of {node}, and its placeholder pod asks for {asks}m"
+        return True
+
+    def watch_overlaps(self, ended, found):
+        """Once a second, while a mix runs: where pods and host jobs together have more than the node, for how long, and whether that is
+        reported within five seconds."""
+        since = {}
+        while not ended.wait(1):
+            try:
+                look, status = self.look(), self.instance()["status"]
+            except (Wrong, ValueError, KeyError):
+                continue
+            is_told = status.get("pods", {}).get("overlappingCores", 0) > 0
+            for node, allocatable in look["allocatable"].items():
+                over = look["pods"][node] + 1000 * look["hosts"][node] - allocatable - TOLERANCE
+                if over <= 0:
+                    since.pop(node, None)
+                    continue
+                if node not in since:
+                    since[node] = time.monotonic()
+                    found["count"] += 1
+                lasted = time.monotonic() - since[node]
+                found["longest"] = max(found["longest"], lasted)
+                if lasted > 5 and not is_told:
+                    found["untold"] += 1
 
     def until_right(self, limit):
         begin = time.monotonic()
-        until("shadow jobs for what other pods use", self.is_right, limit)
+        until("what each side holds of each node for the other", self.is_right, limit)
         return time.monotonic() - begin
 
     def web(self, replicas):
@@ -119,12 +162,19 @@ class Account(PodCluster):
 
     def mix(self):
         """Pods and jobs of all kinds come and go: soon after some changes the account is right."""
-        longest = 0
+        longest, overlaps, ended = 0, Counter(longest=0), threading.Event()
+        watch = threading.Thread(target=self.watch_overlaps, args=(ended, overlaps))
+        watch.start()
         for number in range(self.changes):
             self.change(number)
             if number % 3 == 2:
                 # A pod that was deleted by force holds its cores for ten seconds.
                 longest = max(longest, self.until_right(20))
+        ended.set()
+        watch.join()
+        print(f"overlaps: {overlaps['count']}, the longest {overlaps['longest']:.1f} s, looks that missed a report: {overlaps['untold']}")
+        if overlaps["untold"]:
+            raise Wrong(f"an overlap was not reported within 5 s: {dict(overlaps)}")
         kubectl("uncordon", *self.nodes)
         kubectl("delete", "daemonset", "--all")
         kubectl("delete", "deployments,pods", "--all")
