@@ -163,7 +163,7 @@ class Account(PodCluster):
     def mix(self):
         """Pods and jobs of all kinds come and go: soon after some changes the account is right."""
         longest, overlaps, ended = 0, Counter(longest=0), threading.Event()
-        watch = threading.Thread(target=self.watch_overlaps, args=(ended, overlaps))
+        watch = threading.Thread(target=self.watch_overlaps, args=(ended, overlaps), daemon=True)
         watch.start()
         for number in range(self.changes):
             self.change(number)

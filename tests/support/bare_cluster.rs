@@ -143,7 +143,7 @@ pub fn bridge_to(
         let socket = socket.clone();
         Box::pin(async move { broker::rfc3::Client::connect(&socket).await })
     };
-    let report = watch::channel(api::PodCounts::default()).0;
+    let report = watch::channel(bridge::Reported::default()).0;
     let bridge = Bridge {
         client,
         connect: Box::new(connect),

@@ -1,9 +1,13 @@
 //! Which ranks the lead's broker must drain or undrain: the difference between what the planner wants and what the broker reports.
 //! Ranks that people have drained stay as they are.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, BTreeSet},
+};
 
 use api::IdSet;
+use bridge::Reported;
 use broker::{
     rfc3::{Client, RpcError},
     status::{self, DrainMode, Drained, InstanceStatus},
@@ -36,6 +40,25 @@ impl DrainChange {
     pub fn only_drains(&self) -> Option<Self> {
         (!self.drain.is_empty()).then(|| Self { drain: self.drain.clone(), ..Self::default() })
     }
+}
+
+/// Reason by which ranks are drained for the bridge.
+const PODS_USE_CORES: &str = "pods of other schedulers use cores that jobs have there";
+
+/// What the planner wants drained, and what the bridge does. A rank that both want has the planner's reason.
+pub fn wanted<'a>(
+    by_planner: &'a BTreeMap<String, IdSet>,
+    bridge: Option<&Reported>,
+) -> Cow<'a, BTreeMap<String, IdSet>> {
+    let is_others = |rank: &u32| by_planner.values().any(|ranks| ranks.contains(*rank));
+    let overlapping = bridge.into_iter().flat_map(|reported| reported.overlapping_on.0.iter().copied());
+    let ranks: BTreeSet<_> = overlapping.filter(|rank| !is_others(rank)).collect();
+    if ranks.is_empty() {
+        return Cow::Borrowed(by_planner);
+    }
+    let mut all = by_planner.clone();
+    all.insert(PODS_USE_CORES.to_owned(), IdSet(ranks));
+    Cow::Owned(all)
 }
 
 /// Ranks that are drained for a reason of ours, and wanted ones that people had drained before.
@@ -137,6 +160,18 @@ mod tests {
 
     /// A reason in flux-core's own form.
     const VERIFIED: &str = "rank 1 (node2) missing resources: core1";
+
+    #[test]
+    fn ranks_whose_cores_are_used_twice_are_drained_too() {
+        let set = |text: &str| text.parse::<IdSet>().unwrap();
+        let by_planner: BTreeMap<_, _> = [("cordoned".to_owned(), set("1"))].into();
+        let reported = |ranks| Reported { overlapping_on: set(ranks), ..Reported::default() };
+        for (ranks, expected) in [("", None), ("1", None), ("1-2", Some("2"))] {
+            let all = wanted(&by_planner, Some(&reported(ranks)));
+            assert_eq!(all.get(PODS_USE_CORES).map(IdSet::to_string).as_deref(), expected, "{ranks}");
+            assert_eq!(all["cordoned"], set("1"));
+        }
+    }
 
     #[test]
     fn only_ranks_that_we_drained_are_undrained() {

@@ -130,7 +130,7 @@ pub fn inputs() -> NodeInputs {
         peer: None,
         port_problems: Vec::new(),
         damage: None,
-        pods: None,
+        bridge: None,
     }
 }
 

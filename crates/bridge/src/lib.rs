@@ -18,7 +18,7 @@ mod without_bridge;
 
 use std::sync::Arc;
 
-use api::{Nodes, PodCounts, Roster};
+use api::{IdSet, Nodes, PodCounts, Roster};
 use broker::rfc3::{Client as Broker, RpcError};
 use futures::future::BoxFuture;
 use kube::Client;
@@ -42,6 +42,15 @@ pub struct Told {
     pub nodes: Nodes,
 }
 
+/// What the bridge tells the agent.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Reported {
+    /// For people.
+    pub counts: PodCounts,
+    /// The ranks that are to get no more jobs for now, because host jobs have cores there that pods use.
+    pub overlapping_on: IdSet,
+}
+
 /// What the bridge works with.
 pub struct Bridge {
     /// The API server.
@@ -55,5 +64,5 @@ pub struct Bridge {
     /// Name of the agent's pod, which holds the Lease.
     pub identity: String,
     /// Where the bridge reports.
-    pub report: watch::Sender<PodCounts>,
+    pub report: watch::Sender<Reported>,
 }

@@ -32,7 +32,7 @@ use pods::{
 };
 
 use crate::{
-    Bridge,
+    Bridge, Reported,
     begin::Tools,
     facts::Lookups,
     flux::Flux,
@@ -179,26 +179,30 @@ impl Kubernetes {
         self.waits_since = since;
         let count = |gangs: usize| u32::try_from(gangs).unwrap_or(u32::MAX);
         self.bridge.report.send_if_modified(|before| {
-            let mut counts = match report.standing {
-                Standing::Serving => PodCounts {
-                    running: count(report.running),
-                    queued: count(report.queued),
-                    refused: count(report.refused),
-                    uncovered: count(report.uncovered),
-                    other_pods_cores: report.other_pods.cores,
-                    overlapping_cores: report.other_pods.overlapping,
-                    placeholder_refused: placeholder_refused.map(str::to_owned),
-                    waits_for: None,
+            let mut next = match report.standing {
+                Standing::Serving => Reported {
+                    counts: PodCounts {
+                        running: count(report.running),
+                        queued: count(report.queued),
+                        refused: count(report.refused),
+                        uncovered: count(report.uncovered),
+                        other_pods_cores: report.other_pods.cores,
+                        overlapping_cores: report.other_pods.overlapping,
+                        placeholder_refused: placeholder_refused.map(str::to_owned),
+                        waits_for: None,
+                    },
+                    overlapping_on: report.other_pods.overlapping_on.clone(),
                 },
                 // Pods run on, though nobody counts them now.
                 _ => before.clone(),
             };
-            counts.waits_for = waits_for.clone().filter(|_| since.is_some_and(|since| since.elapsed() >= REPORT_AFTER));
-            let has_changed = *before != counts;
+            next.counts.waits_for =
+                waits_for.clone().filter(|_| since.is_some_and(|since| since.elapsed() >= REPORT_AFTER));
+            let has_changed = *before != next;
             if has_changed {
-                info!(?counts, "pods as jobs");
+                info!(?next, "pods as jobs");
             }
-            *before = counts;
+            *before = next;
             has_changed
         });
     }

@@ -14,9 +14,9 @@ use crate::{
     node_ops::NodeOps,
     other_process::uninstall_is_under_way,
 };
-use api::{FluxInstanceSpec, PodCounts, Roster, parse_duration, quantity::milli};
+use api::{FluxInstanceSpec, Roster, parse_duration, quantity::milli};
 use base::error_chain;
-use bridge::{Bridge, Told};
+use bridge::{Bridge, Reported, Told};
 use broker::queues::QueueError;
 use model::broker_toml::stops_queues_on_restart;
 use pods::world::Settings;
@@ -41,7 +41,7 @@ struct Cleanup {
 
 struct Running {
     told: watch::Sender<Told>,
-    counts: watch::Receiver<PodCounts>,
+    reported: watch::Receiver<Reported>,
     task: AbortOnDropHandle<()>,
 }
 
@@ -100,7 +100,7 @@ impl Bridging {
             }
             _ => {
                 let (sender, told) = watch::channel(told);
-                let (report, counts) = watch::channel(PodCounts::default());
+                let (report, reported) = watch::channel(Reported::default());
                 let bridge = Bridge {
                     client: ops.client.clone(),
                     connect: Box::new(|| Box::pin(broker_state::connect())),
@@ -111,7 +111,7 @@ impl Bridging {
                     report,
                 };
                 let task = AbortOnDropHandle::new(tokio::spawn(bridge::run(bridge)));
-                self.running = Some(Running { told: sender, counts, task });
+                self.running = Some(Running { told: sender, reported, task });
             }
         }
     }
@@ -151,8 +151,8 @@ impl Bridging {
     }
 
     /// What the bridge reports, if it runs.
-    pub fn counts(&self) -> Option<PodCounts> {
-        self.running.as_ref().map(|running| running.counts.borrow().clone())
+    pub fn reported(&self) -> Option<Reported> {
+        self.running.as_ref().map(|running| running.reported.borrow().clone())
     }
 }
 

@@ -70,7 +70,7 @@ impl Background {
             peer: self.serving.peer(),
             port_problems: self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect(),
             damage: self.inspecting.damage(),
-            pods: self.bridging.counts(),
+            bridge: self.bridging.reported(),
             ..inputs
         }
     }

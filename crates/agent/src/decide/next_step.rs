@@ -183,7 +183,9 @@ fn keep(
         return Step::Stop { reason: reason.to_owned(), waits_for_jobs: true };
     }
     let drains = inputs.broker.instance.as_ref().filter(|_| is_lead);
-    let drains = drains.and_then(|instance| drains::change(&spec.drain, instance, inputs.unix_time));
+    let drains = drains.and_then(|instance| {
+        drains::change(&drains::wanted(&spec.drain, inputs.bridge.as_ref()), instance, inputs.unix_time)
+    });
     // A rank that leaves gets no new jobs, also if the resources can't be loaded; one that comes back gets jobs only with its own
     // resources. So drains come before the reload, and undrains after it.
     if let Some(drain) = drains.as_ref().and_then(DrainChange::only_drains) {

@@ -12,7 +12,8 @@ use super::{
     broker_state::BrokerState,
     watched_objects::{Wish, own_spec},
 };
-use api::{FluxInstanceSpec, FluxNode, FluxNodeSpec, PodCounts, Roster, Uninstall};
+use api::{FluxInstanceSpec, FluxNode, FluxNodeSpec, Roster, Uninstall};
+use bridge::Reported;
 use hostapi::{HostView, Preflight};
 
 /// What is known of the FluxInstance. Only positive answers are evidence that it is over: no answer, 401, 403, 429, 5xx, or a
@@ -90,7 +91,7 @@ pub struct NodeInputs {
     /// Installed files that are damaged or were repaired, for people.
     pub damage: Option<String>,
     /// Lead only: what the bridge between pods and jobs reports, if it runs.
-    pub pods: Option<PodCounts>,
+    pub bridge: Option<Reported>,
 }
 
 impl NodeInputs {

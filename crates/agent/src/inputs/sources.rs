@@ -156,7 +156,7 @@ impl Sources {
             peer: None,
             port_problems: Vec::new(),
             damage: None,
-            pods: None,
+            bridge: None,
         })
     }
 

@@ -106,7 +106,7 @@ pub fn node_status(
         allocated,
         gangs: occupied.map(|occupied| occupied.by_gangs.clone()).unwrap_or_default(),
         pending_nodes: inputs.broker.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
-        pods: inputs.pods.clone().filter(|_| is_lead),
+        pods: inputs.bridge.as_ref().filter(|_| is_lead).map(|reported| reported.counts.clone()),
         held_back_job: inputs.broker.fits_since.filter(|_| is_lead).and_then(|held| held_back(held, inputs.at)),
         stopped_queues: Some(inputs.broker.stopped_queues.join("; ")).filter(|queues| is_lead && !queues.is_empty()),
         drained: instance.map(|instance| drains::in_effect(wanted_drains, &instance.drained)),

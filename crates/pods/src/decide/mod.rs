@@ -138,7 +138,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     }
     round.gang_cores = gang_cores::count(round, |gang| !is_paused(round, gang));
     // Before pods are bound, which is not what other pods use.
-    let (other_pods, of_shadows) = shadows::keep(round);
+    let (other_pods, of_shadows) = shadows::keep(round, &mut memory.overlapping_since);
     let mut report = Report { standing: Standing::Serving, other_pods, ..Report::default() };
     let mut queue = Vec::new();
     let places = words::places(round);

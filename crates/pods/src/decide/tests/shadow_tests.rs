@@ -17,7 +17,7 @@ use crate::{
 
 /// The cores that other pods use, and how many of them other jobs have, as it is reported.
 fn reported(bed: &mut Bed) -> (u32, u32) {
-    let OtherPods { cores, overlapping } = bed.decide().report.other_pods;
+    let OtherPods { cores, overlapping, .. } = bed.decide().report.other_pods;
     (cores, overlapping)
 }
 
@@ -175,6 +175,22 @@ fn what_jobs_have_already_is_waited_for_core_by_core_and_nothing_is_killed() {
     bed.cancel(hosts[1], "");
     bed.settle();
     assert_eq!((bed.shadows(0), reported(&mut bed)), ((3, 0), (3, 0)));
+}
+
+#[test]
+fn a_rank_whose_cores_are_used_twice_is_reported_after_two_seconds_until_that_is_over() {
+    let mut bed = Bed::new(&[4, 4]);
+    bed.submit_host_job(1, 4);
+    bed.settle();
+    bed.create([foreign("web", 2500)]);
+    bed.settle();
+    let reported_on = |bed: &mut Bed| bed.decide().report.other_pods.overlapping_on.to_string();
+    assert_eq!(reported_on(&mut bed), "");
+    bed.pass(2 * SECOND);
+    assert_eq!(reported_on(&mut bed), "0");
+    bed.end("web", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(reported_on(&mut bed), "");
 }
 
 #[test]
