@@ -19,7 +19,7 @@ use tracing::debug;
 
 use cluster::{ApiError, call};
 use pods::{
-    facts::{Facts, KubeJob, VolumeClaim},
+    facts::{Facts, KubeJob, VolumeClaim, job_sets},
     pod::PodView,
     record::GangKind,
 };
@@ -106,6 +106,7 @@ impl Lookups {
                 .filter(|(uid, job)| owned.contains(uid.as_str()) || job.suspended_for.is_some())
                 .map(|(uid, job)| (uid.clone(), job.clone()))
                 .collect(),
+            job_sets: job_sets(jobs.values()),
             pod_groups: self.groups.iter().filter_map(group).collect(),
             claims: self.claims.iter().filter_map(claim).collect(),
         }

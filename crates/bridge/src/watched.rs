@@ -18,7 +18,7 @@ use tracing::debug;
 
 use base::error_chain;
 use pods::{
-    facts::{ANNOTATION_SUSPENDED, KubeJob, SuspendReason},
+    facts::{ANNOTATION_SUSPENDED, KubeJob, OfJobSet, SuspendReason},
     pod::{FORCED_HOLD, PodView},
     time::Moment,
     world::Pods,
@@ -256,7 +256,18 @@ fn kube_job(job: &Job) -> KubeJob {
         seconds: spec.and_then(|spec| spec.active_deadline_seconds).and_then(|seconds| u64::try_from(seconds).ok()),
         is_suspended: spec.and_then(|spec| spec.suspend) == Some(true),
         suspended_for: annotation.and_then(|word| SuspendReason::read(word)),
+        job_set: of_job_set(job),
     }
+}
+
+fn of_job_set(job: &Job) -> Option<OfJobSet> {
+    let label = |name: &str| job.labels().get(&format!("jobset.sigs.k8s.io/{name}")).cloned();
+    Some(OfJobSet {
+        name: label("jobset-name")?,
+        uid: label("jobset-uid")?,
+        attempt: label("restart-attempt")?,
+        jobs: label("global-replicas")?.parse().ok()?,
+    })
 }
 
 #[cfg(test)]

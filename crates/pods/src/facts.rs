@@ -14,6 +14,8 @@ pub struct Facts {
     /// The number of pods that a PodGroup needs at once (minCount, minMember); None if it has no such number. By kind of
     /// gang, namespace and name.
     pub pod_groups: BTreeMap<(GangKind, String, String), Option<u32>>,
+    /// The JobSets of all Jobs.
+    pub job_sets: BTreeMap<JobSetId, JobSet>,
     /// Volume claims that bridged pods mount, by namespace and name.
     pub claims: BTreeMap<(String, String), VolumeClaim>,
 }
@@ -49,6 +51,45 @@ pub struct KubeJob {
     pub is_suspended: bool,
     /// [`ANNOTATION_SUSPENDED`].
     pub suspended_for: Option<SuspendReason>,
+    /// The JobSet that it is of, by its labels.
+    pub job_set: Option<OfJobSet>,
+}
+
+/// The labels that a JobSet gives its Jobs (jobset.sigs.k8s.io).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OfJobSet {
+    /// Label `jobset-name`.
+    pub name: String,
+    /// Label `jobset-uid`.
+    pub uid: String,
+    /// Label `restart-attempt`: a JobSet that restarts makes its Jobs again.
+    pub attempt: String,
+    /// Label `global-replicas`: the number of its Jobs.
+    pub jobs: u32,
+}
+
+/// Namespace, uid and attempt of a JobSet.
+pub type JobSetId = (String, String, String);
+
+/// What the Jobs of a JobSet need together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JobSet {
+    /// How many of its Jobs there are.
+    pub jobs: u32,
+    /// The number of pods that they still need; None if one of them does not run all its pods at once, so that they are no gang.
+    pub needed: Option<u32>,
+}
+
+/// The JobSets of `jobs`.
+pub fn job_sets<'a>(jobs: impl IntoIterator<Item = &'a KubeJob>) -> BTreeMap<JobSetId, JobSet> {
+    let mut sets: BTreeMap<JobSetId, JobSet> = BTreeMap::new();
+    for job in jobs {
+        let Some(id) = job.job_set_id() else { continue };
+        let set = sets.entry(id).or_insert(JobSet { jobs: 0, needed: Some(0) });
+        set.jobs = set.jobs.saturating_add(1);
+        set.needed = set.needed.zip(job.pods_at_once()).map(|(sum, needed)| sum.saturating_add(needed));
+    }
+    sets
 }
 
 /// Annotation on a Job that the bridge has suspended: [`SuspendReason::word`].
@@ -86,8 +127,19 @@ impl KubeJob {
 
     /// The number of pods that the Job still needs, if they are a gang: an Indexed Job that runs all of them at once.
     pub fn gang_size(&self) -> Option<u32> {
-        let completions = self.completions.filter(|completions| *completions > 1)?;
+        self.pods_at_once().filter(|_| self.completions > Some(1))
+    }
+
+    /// The number of pods that the Job still needs, if it is an Indexed Job that runs all of them at once.
+    fn pods_at_once(&self) -> Option<u32> {
+        let completions = self.completions?;
         (self.is_indexed && completions == self.parallelism).then(|| completions.saturating_sub(self.succeeded))
+    }
+
+    /// Its JobSet.
+    pub fn job_set_id(&self) -> Option<JobSetId> {
+        let set = self.job_set.as_ref()?;
+        Some((self.namespace.clone(), set.uid.clone(), set.attempt.clone()))
     }
 }
 

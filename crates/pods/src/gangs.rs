@@ -1,6 +1,7 @@
 //! Which pods are a gang.
 //!
-//! The first of these counts: our annotations; a PodGroup; Fluence's labels; an Indexed Job that runs all its pods at once.
+//! The first of these counts: our annotations; a PodGroup; Fluence's labels; a group of a LeaderWorkerSet; a JobSet whose Jobs run all their pods
+//! at once; an Indexed Job that does.
 //! Every other pod is a gang of one. So is each pod beyond a gang's size: a gang grows by one-slot jobs.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -70,6 +71,16 @@ pub enum Problem {
         /// The gang.
         gang: GangId,
     },
+    /// Not all Jobs of a JobSet are there, or not yet.
+    #[error("{exist} of {jobs} Jobs of JobSet {name} exist", name = .gang.name)]
+    JobsMissing {
+        /// The gang.
+        gang: GangId,
+        /// How many there are.
+        exist: u32,
+        /// How many there are to be.
+        jobs: u32,
+    },
     /// A claim is missing or has no volume.
     #[error("the volume claim {0} has no volume yet")]
     NoVolume(String),
@@ -87,7 +98,7 @@ pub enum Problem {
 impl Problem {
     /// True if it is with the pods themselves, and not with what they refer to, which may only not be known yet.
     pub fn is_of_pods(&self) -> bool {
-        !matches!(self, Self::NotFound { .. } | Self::NoVolume(_) | Self::NotOptedIn(_))
+        !matches!(self, Self::NotFound { .. } | Self::JobsMissing { .. } | Self::NoVolume(_) | Self::NotOptedIn(_))
     }
 }
 
@@ -132,6 +143,8 @@ pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, 
         if let Some(listed) = listed.filter(|listed| pod.node.is_some() || listed.kind == GangKind::Pod) {
             (id, size) = (listed.clone(), Ok(1));
         }
+        // A JobSet resumes its Jobs by itself, so the bridge suspends none of them.
+        let job = job.filter(|_| id.kind != GangKind::JobSet);
         let group = groups.entry(id).or_insert_with(|| Group { size: Ok(1), members: Vec::new(), job });
         // Pods that disagree about their number are a gang of the largest.
         match (&group.size, size) {
@@ -289,7 +302,13 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts) -> (GangId, Resul
     if let Some(fluence) = &pod.hints.fluence {
         return sized(GangKind::Fluence, fluence);
     }
+    if let Some(group) = &pod.hints.leader_worker_set {
+        return sized(GangKind::LeaderWorkerSet, group);
+    }
     let Some(owner) = pod.owner.as_ref().filter(|owner| owner.is_job) else { return (single(pod), Ok(1)) };
+    if let Some(of_set) = job.and_then(|job| of_job_set(job, facts, id)) {
+        return of_set;
+    }
     let gang = GangId { uid: owner.uid.clone(), ..id(GangKind::Job, &owner.name) };
     match job.map(KubeJob::gang_size) {
         Some(Some(size)) => (gang, Ok(size.max(1))),
@@ -297,4 +316,25 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts) -> (GangId, Resul
         // A Job's first pods may be seen before the Job itself.
         None => (gang.clone(), Err(Problem::NotFound { kind: "Job", gang })),
     }
+}
+
+/// The gang that all Jobs of a JobSet are, if `job` is one of them and each runs all its pods at once. One pod alone is none.
+fn of_job_set(
+    job: &KubeJob,
+    facts: &Facts,
+    id: impl Fn(GangKind, &str) -> GangId,
+) -> Option<(GangId, Result<u32, Problem>)> {
+    let (of, set) = (job.job_set.as_ref()?, facts.job_sets.get(&job.job_set_id()?)?);
+    let needed = set.needed?;
+    if !is_label_like(&of.name) || !is_label_like(&of.uid) || !is_label_like(&of.attempt) || (of.jobs, needed) == (1, 1)
+    {
+        return None;
+    }
+    // A JobSet that restarts is another gang: nothing of it runs on.
+    let gang = GangId { uid: format!("{}.{}", of.uid, of.attempt), ..id(GangKind::JobSet, &of.name) };
+    let size = match set.jobs < of.jobs {
+        true => Err(Problem::JobsMissing { gang: gang.clone(), exist: set.jobs, jobs: of.jobs }),
+        false => Ok(needed.max(1)),
+    };
+    Some((gang, size))
 }

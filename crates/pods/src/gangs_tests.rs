@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    facts::{Facts, VolumeClaim},
+    facts::{Facts, KubeJob, OfJobSet, VolumeClaim, job_sets},
     fixture::{annotated, bound, kube_job, of_job, plan, pod},
     gangs::{Gang, Known, Problem, gangs},
     pod::{Phase, PodView},
@@ -286,4 +286,58 @@ fn a_job_that_is_made_again_under_its_name_is_another_gang() {
         |uid: &str| GangId { kind: GangKind::Job, namespace: "default".into(), name: "train".into(), uid: uid.into() };
     assert_ne!(id("1"), id("2"));
     assert_eq!(id("1").to_string(), id("2").to_string());
+}
+
+/// The Jobs `driver` of one pod and `workers` of three, of JobSet `set`, which has this many Jobs.
+fn job_set(jobs: u32) -> (Facts, Vec<PodView>) {
+    let part = |name: &str, size| {
+        let of = OfJobSet { name: "set".into(), uid: "uid-set".into(), attempt: "0".into(), jobs };
+        KubeJob { job_set: Some(of), ..kube_job(name, size) }
+    };
+    let all = [part("driver", 1), part("workers", 3)];
+    let mut facts = Facts { job_sets: job_sets(&all), ..Facts::default() };
+    facts.jobs.extend(all.map(|job| (job.uid.clone(), job)));
+    let pods = std::iter::once(of_job("driver", 0)).chain((0..3).map(|index| of_job("workers", index)));
+    (facts, pods.collect())
+}
+
+#[test]
+fn a_job_set_whose_jobs_run_all_their_pods_at_once_is_one_gang() {
+    let (mut facts, pods) = job_set(2);
+    assert_eq!(shown(&pods, &facts), [(GangKind::JobSet, "default/set".to_owned(), 4, 4)]);
+    assert!(found(&pods, &facts, const { &BTreeMap::new() })[0].job.is_none(), "the JobSet suspends its Jobs itself");
+    assert_eq!(problem(&pods[..3], &facts).unwrap().to_string(), "3 of 4 pods of gang default/set exist");
+
+    let (missing, _) = job_set(3);
+    assert_eq!(problem(&pods, &missing).unwrap().to_string(), "2 of 3 Jobs of JobSet set exist");
+
+    let queue = facts.jobs.get_mut("uid-workers").unwrap();
+    queue.is_indexed = false;
+    facts.job_sets = job_sets(facts.jobs.values());
+    let kinds: Vec<_> = shown(&pods, &facts).into_iter().map(|(kind, ..)| kind).collect();
+    assert_eq!(kinds, [GangKind::Pod; 4], "one of its Jobs is a queue of work");
+
+    let (mut again, pods) = job_set(2);
+    for job in again.jobs.values_mut() {
+        job.job_set.as_mut().unwrap().attempt = "1".into();
+    }
+    again.job_sets = job_sets(again.jobs.values());
+    let (before, _) = job_set(2);
+    let id = |facts| found(&pods, facts, const { &BTreeMap::new() })[0].id.clone();
+    assert_ne!(id(&again), id(&before), "one that restarts");
+}
+
+#[test]
+fn each_group_of_a_leader_worker_set_is_a_gang() {
+    let group = |name: &str, index: &str| {
+        let mut pod = pod(name, 1);
+        pod.hints.leader_worker_set = Some((format!("lws-{index}"), "2".into()));
+        pod
+    };
+    let pods = [group("lws-0", "0"), group("lws-0-1", "0"), group("lws-1", "1")];
+    let expected = [
+        (GangKind::LeaderWorkerSet, "default/lws-0".to_owned(), 2, 2),
+        (GangKind::LeaderWorkerSet, "default/lws-1".to_owned(), 1, 2),
+    ];
+    assert_eq!(shown(&pods, &facts()), expected);
 }

@@ -23,6 +23,10 @@ pub const ANNOTATION_GANG: &str = "distribute.flux-framework.org/gang";
 pub const ANNOTATION_GANG_SIZE: &str = "distribute.flux-framework.org/gang-size";
 /// Label of coscheduling (sigs.k8s.io/scheduler-plugins): the name of a PodGroup.
 const LABEL_COSCHEDULING: &str = "scheduling.x-k8s.io/pod-group";
+/// Before the labels of a LeaderWorkerSet's pods.
+const LEADER_WORKER_SET: &str = "leaderworkerset.sigs.k8s.io/";
+/// Annotation of a LeaderWorkerSet's pods: the number of pods in each group.
+const ANNOTATION_GROUP_SIZE: &str = "leaderworkerset.sigs.k8s.io/size";
 /// Fluence's labels by version: the group's name, and its size. The middle versions take the name from coscheduling's.
 const LABELS_FLUENCE: [(&str, &str); 3] = [
     ("fluence.flux-framework.org/pod-group", "fluence.flux-framework.org/group-size"),
@@ -114,6 +118,8 @@ pub struct Hints {
     pub coscheduling: Option<String>,
     /// Fluence's labels: name, and size as it is written.
     pub fluence: Option<(String, String)>,
+    /// A LeaderWorkerSet's group: its name with the group's index, and its size as it is written.
+    pub leader_worker_set: Option<(String, String)>,
 }
 
 /// What matters until the pod is bound.
@@ -168,12 +174,16 @@ impl PodView {
         let both = |name: &str, size: &str| Some((labels.get(name)?.clone(), labels.get(size)?.clone()));
         // Users choose how long these are, and they stay in memory. One character too many is enough to refuse them.
         let short = |text: &String| text.chars().take(LONGEST_NAME + 1).collect::<String>();
+        let group = |label: &str| labels.get(&format!("{LEADER_WORKER_SET}{label}"));
         let size = || annotation(ANNOTATION_GANG_SIZE).map(short).unwrap_or_default();
         let hints = Hints {
             annotated: annotation(ANNOTATION_GANG).map(|name| (short(name), size())),
             pod_group: pod_group.map(str::to_owned),
             coscheduling: labels.get(LABEL_COSCHEDULING).cloned(),
             fluence: LABELS_FLUENCE.iter().find_map(|(name, size)| both(name, size)),
+            leader_worker_set: group("name").zip(group("group-index")).map(|(name, index)| {
+                (short(&format!("{name}-{index}")), annotation(ANNOTATION_GROUP_SIZE).map(short).unwrap_or_default())
+            }),
         };
         let phase = match status.and_then(|status| status.phase.as_deref()) {
             Some("Running") => Phase::Running,
@@ -289,7 +299,10 @@ impl PodView {
 
 impl Hints {
     fn names(&self) -> impl Iterator<Item = &str> {
-        let sized = [&self.annotated, &self.fluence].into_iter().flatten().map(|(name, _)| name.as_str());
+        let sized = [&self.annotated, &self.fluence, &self.leader_worker_set]
+            .into_iter()
+            .flatten()
+            .map(|(name, _)| name.as_str());
         let grouped = [&self.pod_group, &self.coscheduling].into_iter().flatten().map(String::as_str);
         sized.chain(grouped)
     }

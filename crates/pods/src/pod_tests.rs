@@ -123,6 +123,10 @@ fn the_gang_hints_of_every_kind_are_kept() {
     assert_eq!(hints(json!({"scheduling.x-k8s.io/pod-group": "g"})).coscheduling.as_deref(), Some("g"));
     let annotations = json!({"distribute.flux-framework.org/gang": "g"});
     assert_eq!(view(json!({"metadata": {"annotations": annotations}})).hints.annotated, pair("g", ""));
+    let labels = json!({"leaderworkerset.sigs.k8s.io/name": "lws", "leaderworkerset.sigs.k8s.io/group-index": "3"});
+    let annotations = json!({"leaderworkerset.sigs.k8s.io/size": "4"});
+    let group = view(json!({"metadata": {"labels": labels, "annotations": annotations}})).hints.leader_worker_set;
+    assert_eq!(group, pair("lws-3", "4"));
 }
 
 #[test]

@@ -68,6 +68,10 @@ pub enum GangKind {
     Coscheduling,
     /// Fluence's labels.
     Fluence,
+    /// A JobSet whose Jobs run all their pods at once.
+    JobSet,
+    /// A group of a LeaderWorkerSet.
+    LeaderWorkerSet,
     /// An Indexed Job with completions = parallelism.
     Job,
     /// Nothing: one pod by itself.
@@ -81,9 +85,9 @@ pub struct GangId {
     pub kind: GangKind,
     /// Namespace of its pods.
     pub namespace: String,
-    /// Name of the Job, the PodGroup, the pod, or the value of annotation or label.
+    /// Name of the Job, the JobSet, the PodGroup, the pod, or the value of annotation or label.
     pub name: String,
-    /// uid of the Job or the pod, so that one that is made again under its name is another gang. Empty for other kinds.
+    /// uid of the Job, the JobSet or the pod, so that one that is made again under its name is another gang. Empty for other kinds.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub uid: String,
 }

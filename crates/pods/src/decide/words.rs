@@ -39,7 +39,10 @@ impl Words {
     /// What keeps a gang from being submitted.
     pub fn problem(problem: &Problem) -> Self {
         let reason = match problem {
-            Problem::Incomplete { .. } | Problem::NotFound { .. } | Problem::NoVolume(_) => Reason::Incomplete,
+            Problem::Incomplete { .. }
+            | Problem::JobsMissing { .. }
+            | Problem::NotFound { .. }
+            | Problem::NoVolume(_) => Reason::Incomplete,
             Problem::TooLarge { .. } | Problem::NoSize { .. } | Problem::BadName(_) | Problem::Unsupported(_) => {
                 Reason::Refused
             }
