@@ -1,4 +1,4 @@
-//! Among gangs of one urgency, the one that came into the queue first is first, though a job that was submitted again is behind the
+//! Among gangs of one urgency, the one with the highest priority is first, and of these the one that came into the queue first, though a job that was submitted again is behind the
 //! others.
 
 use super::{

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use api::Rank;
 
-use super::round::Round;
+use super::{queue::priority, round::Round};
 use crate::{
     constraint::Constraint,
     gangs::Gang,
@@ -27,7 +27,6 @@ pub(super) fn request(
 ) -> Result<JobRequest, NoPlace> {
     let World { targets, facts, .. } = round.world;
     let place = place(gang, pods, Limits { targets, usage: &round.usage, facts, avoided, threads })?;
-    let priority = pods.iter().filter_map(|pod| Some(pod.plan.as_ref()?.priority)).min();
     Ok(JobRequest {
         record: record(round, gang, pods, place.threads, None),
         slots: u32::try_from(pods.len()).unwrap_or(u32::MAX),
@@ -35,7 +34,7 @@ pub(super) fn request(
         spreads: gang.spreads() && pods.len() > 1,
         duration: duration(round, gang, pods),
         constraint: Constraint::of(&place.ranks, &round.members),
-        urgency: urgency(priority.unwrap_or(0)),
+        urgency: urgency(priority(pods.iter().copied())),
     })
 }
 

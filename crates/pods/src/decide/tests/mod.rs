@@ -466,3 +466,26 @@ fn a_pod_that_names_its_node_and_is_deleted_by_force_fills_no_node() {
     bed.settle();
     assert_eq!(bed.bound(), ["waits@node0"]);
 }
+
+#[test]
+fn gangs_of_nearly_the_same_priority_run_in_its_order() {
+    let mut bed = Bed::busy(&[1]);
+    for priority in [102, 101, 104, 100, 103] {
+        let mut waits = pod(&format!("p{priority}"), 1);
+        plan(&mut waits).priority = priority;
+        bed.create([waits]);
+        bed.settle();
+        bed.pass(SECOND);
+    }
+    bed.pass(10 * SECOND);
+    let host_job = *bed.jobs.iter().find(|(_, job)| job.is_host_job()).unwrap().0;
+    bed.cancel(host_job, "");
+    let mut order = Vec::new();
+    for _ in 0..5 {
+        bed.settle();
+        let runs = bed.pods.values().find(|pod| pod.node.is_some() && !pod.is_terminal()).unwrap().name.clone();
+        order.push(runs.clone());
+        bed.end(&runs, Phase::Succeeded);
+    }
+    assert_eq!(order, ["p104", "p103", "p102", "p101", "p100"]);
+}
