@@ -293,6 +293,11 @@ pub struct Pods {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(regex(pattern = DURATION))]
     pub complete_after: Option<String>,
+    /// How long a gang waits before pods of Flux with a lower priority (PriorityClass) make way for it, such as `10m`: as few gangs as
+    /// possible, whole, the lowest priority and the youngest first, and none that a PodDisruptionBudget protects. Default: for ever.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = DURATION))]
+    pub preempt_after: Option<String>,
     /// How many CPUs pods of other schedulers may request on a node, all together, before they hold a core in Flux, such as `500m`, so
     /// that small system pods cost no core. If the node has more CPUs that Flux does not declare, that number counts instead. A number
     /// that no node has, such as `1000`, switches this off. Default: 500m.

@@ -1,18 +1,19 @@
 //! Carries out one action.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use k8s_openapi::{
     api::{
         batch::v1::Job,
         core::v1::{Binding as KubeBinding, ObjectReference, Pod},
-        policy::v1::Eviction,
+        policy::v1::{Eviction, PodDisruptionBudget},
     },
     apimachinery::pkg::apis::meta::v1::{DeleteOptions, Preconditions},
 };
 use kube::{
-    Api, Client,
-    api::{ObjectMeta, Patch, PostParams},
+    Api, Client, ResourceExt,
+    api::{ListParams, ObjectMeta, Patch, PostParams},
+    core::Selector,
 };
 use serde_json::{Value, json};
 use tracing::{info, warn};
@@ -66,16 +67,13 @@ impl Tools {
                     false => Outcome::Done(None),
                 }
             }
-            Action::Evict { pods, .. } => {
-                let mut answer = Outcome::Done(None);
-                for pod in pods {
-                    answer = match by_api_server(self.evict(pod).await) {
-                        Outcome::Done(_) => answer,
-                        other => other,
-                    };
-                }
-                answer
-            }
+            Action::Evict { pods, .. } => self.evict_all(pods).await,
+            Action::Preempt { pods, job, .. } => match (self.protected(pods).await, job) {
+                (Err(error), _) => by_api_server(Err(error)),
+                (Ok(Some(budget)), _) => Outcome::Refused(format!("PodDisruptionBudget {budget} does not permit that")),
+                (Ok(None), Some(job)) => by_api_server(self.set_suspended(job, Some(SuspendReason::Incomplete)).await),
+                (Ok(None), None) => self.evict_all(pods).await,
+            },
             Action::SuspendJob { job, reason, .. } => by_api_server(self.set_suspended(job, Some(*reason)).await),
             Action::ResumeJob(job) => by_api_server(self.set_suspended(job, None).await),
             Action::Shadow(step) => self.shadow(step).await,
@@ -145,6 +143,41 @@ impl Tools {
         let bound = pods.create_subresource::<KubeBinding, Value>("binding", name, &parameters, &kube_binding);
         // Without `gone_is_fine`: a pod that is gone was not bound.
         call(what, bound).await.map(drop)
+    }
+
+    async fn evict_all(&self, pods: &[PodRef]) -> Outcome {
+        let mut outcome = Outcome::Done(None);
+        for pod in pods {
+            outcome = match by_api_server(self.evict(pod).await) {
+                Outcome::Done(_) => outcome,
+                other => other,
+            };
+        }
+        outcome
+    }
+
+    /// The PodDisruptionBudget that permits fewer disruptions than it has of `pods`: half a gang must not go. A dry run of each eviction
+    /// would not tell, because each by itself may be permitted. None if all may go.
+    async fn protected(&self, pods: &[PodRef]) -> Result<Option<String>, ApiError> {
+        let Some(namespace) = pods.first().map(|pod| &pod.namespace) else { return Ok(None) };
+        let budgets: Api<PodDisruptionBudget> = Api::namespaced(self.client.clone(), namespace);
+        let selected: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        let found = call("list PodDisruptionBudgets", budgets.list(&ListParams::default())).await?;
+        for budget in found {
+            let Some(selector) = budget.spec.as_ref().and_then(|spec| spec.selector.clone()) else { continue };
+            let name = budget.name_any();
+            // One that can't be read may protect them.
+            let Ok(selector) = Selector::try_from(selector) else { return Ok(Some(name)) };
+            let parameters = ListParams::default().labels_from(&selector);
+            let of_budget = call("list the pods of a PodDisruptionBudget", selected.list_metadata(&parameters)).await?;
+            let uids: BTreeSet<_> = of_budget.iter().filter_map(ResourceExt::uid).collect();
+            let disrupted = pods.iter().filter(|pod| uids.contains(&pod.uid)).count();
+            let permitted = budget.status.map_or(0, |status| usize::try_from(status.disruptions_allowed).unwrap_or(0));
+            if disrupted > permitted {
+                return Ok(Some(name));
+            }
+        }
+        Ok(None)
     }
 
     async fn evict(&self, pod: &PodRef) -> Result<(), ApiError> {

@@ -182,7 +182,7 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
             let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));
             !tell.reason.is_condition() || told == Some((tell.reason.word(), tell.message.as_str()))
         }),
-        Action::Evict { pods: evicted, .. } => evicted
+        Action::Evict { pods: evicted, .. } | Action::Preempt { pods: evicted, .. } => evicted
             .iter()
             .all(|pod| pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())),
         Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),

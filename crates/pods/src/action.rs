@@ -55,6 +55,16 @@ pub enum Action {
         /// The pods.
         pods: Vec<PodRef>,
     },
+    /// Make a gang begin again, so that another one gets its cores: nothing of it goes unless all of it may (PodDisruptionBudget). The pods
+    /// show it.
+    Preempt {
+        /// The gang that goes.
+        gang: GangId,
+        /// Its pods.
+        pods: Vec<PodRef>,
+        /// The Job that is all of the gang: it is suspended for a while. Without it, the pods are evicted.
+        job: Option<KubeJobRef>,
+    },
     /// Suspend a Job of Kubernetes, and annotate it with the reason. The Job shows it.
     SuspendJob {
         /// The gang.
@@ -221,6 +231,8 @@ pub enum Reason {
     NotOptedIn,
     /// It holds more cores than it asks for, because its gang's slots are equal.
     Padded,
+    /// It goes, because a gang of higher priority has waited for long.
+    Preempted,
     /// kubelet has refused it, or does not take it up.
     NotStarted,
 }
@@ -229,7 +241,7 @@ impl Reason {
     /// True if the bridge also writes condition PodScheduled=False with this reason; an Event it always publishes. A bound pod keeps
     /// PodScheduled=True, and in a namespace that has not opted in, the bridge can write no condition.
     pub fn is_condition(self) -> bool {
-        !matches!(self, Self::NotOptedIn | Self::Padded | Self::NotStarted)
+        !matches!(self, Self::NotOptedIn | Self::Padded | Self::Preempted | Self::NotStarted)
     }
 
     /// The word in Kubernetes.
@@ -241,6 +253,7 @@ impl Reason {
             Self::Refused => "Refused",
             Self::NotOptedIn => "NotOptedIn",
             Self::Padded => "Padded",
+            Self::Preempted => "Preempted",
             Self::NotStarted => "NotStarted",
         }
     }
@@ -253,7 +266,7 @@ impl Action {
         match self {
             Self::Submit(request) | Self::Resubmit { request, .. } => Some(&request.record.gang),
             Self::Bind(binding) => Some(&binding.gang),
-            Self::Evict { gang, .. } | Self::SuspendJob { gang, .. } => Some(gang),
+            Self::Evict { gang, .. } | Self::Preempt { gang, .. } | Self::SuspendJob { gang, .. } => Some(gang),
             Self::Cancel { .. }
             | Self::Finish { .. }
             | Self::Tell(_)
@@ -272,6 +285,7 @@ impl Action {
             Self::Cancel { gang, .. }
             | Self::Finish { gang, .. }
             | Self::Evict { gang, .. }
+            | Self::Preempt { gang, .. }
             | Self::SuspendJob { gang, .. } => Some(gang),
             Self::Bind(_)
             | Self::Tell(_)

@@ -68,6 +68,8 @@ pub struct PodView {
     pub gone: Option<Moment>,
     /// What it asks of its node.
     pub requests: Requests,
+    /// spec.priority
+    pub priority: i32,
     /// Only while it can still be bound.
     pub plan: Option<Box<Plan>>,
     /// metadata.ownerReferences, the controller.
@@ -135,8 +137,6 @@ pub struct Plan {
     pub spreads: Result<bool, Unsupported>,
     /// spec.activeDeadlineSeconds
     pub seconds: Option<u64>,
-    /// spec.priority
-    pub priority: i32,
     /// Reason and message of condition PodScheduled, if that is False.
     pub told: Option<(String, String)>,
 }
@@ -149,7 +149,6 @@ impl Default for Plan {
             is_gated: false,
             spreads: Ok(false),
             seconds: None,
-            priority: 0,
             told: None,
         }
     }
@@ -212,7 +211,6 @@ impl PodView {
                 is_gated: spec.scheduling_gates.iter().flatten().next().is_some(),
                 spreads,
                 seconds: spec.active_deadline_seconds.and_then(|seconds| u64::try_from(seconds).ok()),
-                priority: spec.priority.unwrap_or(0),
                 told: scheduled.filter(|condition| condition.status == "False").map(|condition| {
                     (condition.reason.clone().unwrap_or_default(), condition.message.clone().unwrap_or_default())
                 }),
@@ -233,6 +231,7 @@ impl PodView {
             to_end_by: meta.deletion_timestamp.as_ref().map(|time| time.0.as_millisecond()),
             gone: None,
             requests: requests.unwrap_or_default(),
+            priority: spec.and_then(|spec| spec.priority).unwrap_or(0),
             record: annotation(ANNOTATION_JOB)
                 .filter(|_| is_bridged && node.is_some())
                 .and_then(|text| PodRecord::read(text)),

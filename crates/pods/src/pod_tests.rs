@@ -34,7 +34,7 @@ fn a_waiting_pod_is_parsed_with_its_plan() {
     );
     assert_eq!(pod.owner.as_ref().map(|owner| owner.uid.as_str()), Some("j"));
     let plan = pod.plan.unwrap();
-    assert_eq!((plan.spreads, plan.priority, plan.seconds, plan.is_gated), (Ok(true), 7, Some(60), true));
+    assert_eq!((plan.spreads, pod.priority, plan.seconds, plan.is_gated), (Ok(true), 7, Some(60), true));
     assert_eq!(plan.claims.iter().collect::<Vec<_>>(), ["data", "train-0-b"]);
     assert_eq!(plan.told, Some(("Queued".into(), "place 3".into())));
 }

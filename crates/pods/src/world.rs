@@ -63,11 +63,19 @@ pub struct Settings {
     pub complete_after: Millis,
     /// How much of a node its pods of other schedulers may request before they hold a core in Flux, in thousandths of a hardware thread.
     pub tolerance: u64,
+    /// How long a gang waits before gangs of lower priority make way for it; None: for ever.
+    pub preempt_after: Option<Millis>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { max_gang: 256, default_duration: 86_400, complete_after: 60 * SECOND, tolerance: 500 }
+        Self {
+            max_gang: 256,
+            default_duration: 86_400,
+            complete_after: 60 * SECOND,
+            tolerance: 500,
+            preempt_after: None,
+        }
     }
 }
 

@@ -196,14 +196,14 @@ fn wanted(inputs: &NodeInputs) -> Wanted<'_> {
 fn settings(spec: &FluxInstanceSpec) -> Settings {
     let default = Settings::default();
     let duration = |text: &Option<String>| text.as_deref().and_then(parse_duration);
+    let millis = |text: &Option<String>| i64::try_from(duration(text)?.as_millis()).ok();
     let pods = &spec.pods;
     Settings {
         max_gang: pods.max_gang.unwrap_or(default.max_gang),
         default_duration: duration(&pods.default_duration)
             .map_or(default.default_duration, |duration| duration.as_secs()),
-        complete_after: duration(&pods.complete_after)
-            .and_then(|duration| i64::try_from(duration.as_millis()).ok())
-            .unwrap_or(default.complete_after),
+        complete_after: millis(&pods.complete_after).unwrap_or(default.complete_after),
+        preempt_after: millis(&pods.preempt_after),
         tolerance: pods.tolerance.as_deref().and_then(|text| milli(text).ok()).unwrap_or(default.tolerance),
     }
 }

@@ -158,6 +158,7 @@ fn durations(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
         ("spec.drain.timeout", &spec.drain.timeout),
         ("spec.pods.defaultDuration", &spec.pods.default_duration),
         ("spec.pods.completeAfter", &spec.pods.complete_after),
+        ("spec.pods.preemptAfter", &spec.pods.preempt_after),
         ("spec.upgrade.deadline", &spec.upgrade.deadline),
         ("spec.state.dumpEvery", &spec.state.dump_every),
     ] {

@@ -65,6 +65,6 @@ pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &GangJob)]) -
 }
 
 /// The gang is all that the Job runs. One of several single pods of a Job is evicted by itself.
-fn is_whole_job(gang: &Gang, job: &KubeJob) -> bool {
+pub(super) fn is_whole_job(gang: &Gang, job: &KubeJob) -> bool {
     gang.id.kind != GangKind::Pod || job.parallelism <= 1
 }

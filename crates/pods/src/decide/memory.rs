@@ -19,6 +19,8 @@ pub struct Memory {
     /// What the bridge said about each pod, and when, by uid.
     pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Moment)>>,
     pub(super) recovery: RecoveryMemory,
+    /// When gangs were made to go for another one last.
+    pub(super) preempted_at: Option<Moment>,
     /// Since when host jobs have had cores of a rank that other pods use.
     pub(super) overlapping_since: BTreeMap<Rank, Moment>,
     /// By node.

@@ -10,6 +10,7 @@ mod patience;
 mod pause;
 mod pins;
 mod placeholders;
+mod preempt;
 mod queue;
 mod recovery;
 mod request;
@@ -170,6 +171,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     round.actions.extend(of_shadows);
     patience::resume(round);
     order::keep_order(round, queue);
+    preempt::preempt(round, memory);
     placeholders::keep(round, &mut memory.placeholders);
     report
 }

@@ -47,7 +47,7 @@ impl QueuePlace {
 
 /// The lowest of the pods' priorities (PriorityClass): a gang runs as a whole or not at all.
 pub(super) fn priority<'a>(pods: impl IntoIterator<Item = &'a PodView>) -> i32 {
-    pods.into_iter().filter_map(|pod| Some(pod.plan.as_ref()?.priority)).min().unwrap_or(0)
+    pods.into_iter().map(|pod| pod.priority).min().unwrap_or(0)
 }
 
 /// A job that waits for resources, and what its gang would ask for today.

@@ -4,8 +4,9 @@ use serde_json::json;
 
 use super::bed::{Bed, News};
 use crate::{
-    action::{Action, PlaceholderStep, ShadowStep},
+    action::{Action, KubeJobRef, PlaceholderStep, ShadowStep},
     allocation::Slot,
+    facts::SuspendReason,
     fixture::{bound, pod},
     jobs::OUR_NOTE,
     jobspec::USED_CORES_URGENCY,
@@ -63,13 +64,9 @@ impl Bed {
                 }
             }
             Action::Evict { pods, .. } => pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
-            Action::SuspendJob { job, reason, .. } => {
-                let suspended = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
-                (suspended.is_suspended, suspended.suspended_for) = (true, Some(*reason));
-                let is_owned = |pod: &&PodView| pod.owner.as_ref().is_some_and(|owner| owner.uid == job.uid);
-                let uids: Vec<_> = self.pods.values().filter(is_owned).map(|pod| pod.uid.clone()).collect();
-                uids.iter().for_each(|uid| self.delete(uid, serial));
-            }
+            Action::SuspendJob { job, reason, .. } => self.suspend(job, *reason, serial),
+            Action::Preempt { job: Some(job), .. } => self.suspend(job, SuspendReason::Incomplete, serial),
+            Action::Preempt { pods, .. } => pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
             Action::ResumeJob(job) => {
                 let resumed = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
                 (resumed.is_suspended, resumed.suspended_for) = (false, None);
@@ -91,6 +88,14 @@ impl Bed {
             }
         }
         self.answered(serial, 0);
+    }
+
+    fn suspend(&mut self, job: &KubeJobRef, reason: SuspendReason, serial: u64) {
+        let suspended = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
+        (suspended.is_suspended, suspended.suspended_for) = (true, Some(reason));
+        let is_owned = |pod: &&PodView| pod.owner.as_ref().is_some_and(|owner| owner.uid == job.uid);
+        let uids: Vec<_> = self.pods.values().filter(is_owned).map(|pod| pod.uid.clone()).collect();
+        uids.iter().for_each(|uid| self.delete(uid, serial));
     }
 
     /// kubelet resizes a pod at once, unless it is slow to shrink one.

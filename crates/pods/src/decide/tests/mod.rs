@@ -5,6 +5,7 @@ mod bed;
 mod bed_actions;
 mod lifecycle_tests;
 mod placeholder_tests;
+mod preempt_tests;
 mod random_tests;
 mod recovery_tests;
 mod scale_tests;
@@ -256,7 +257,7 @@ fn the_older_gang_is_first_though_it_was_submitted_again() {
     bed.set_time(BEGIN + 10 * SECOND);
     bed.create(gang("young", 2));
     let mut urgent = pod("urgent", 1);
-    plan(&mut urgent).priority = 1000;
+    urgent.priority = 1000;
     bed.create([urgent]);
     bed.settle();
     bed.set_time(BEGIN + 20 * SECOND);
@@ -472,7 +473,7 @@ fn gangs_of_nearly_the_same_priority_run_in_its_order() {
     let mut bed = Bed::busy(&[1]);
     for priority in [102, 101, 104, 100, 103] {
         let mut waits = pod(&format!("p{priority}"), 1);
-        plan(&mut waits).priority = priority;
+        waits.priority = priority;
         bed.create([waits]);
         bed.settle();
         bed.pass(SECOND);
