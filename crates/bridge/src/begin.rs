@@ -230,53 +230,7 @@ fn by_api_server(answer: Result<(), ApiError>) -> Outcome {
         Ok(()) => Outcome::Done(None),
         Err(error) => {
             info!(error = error_chain(&error), "the API server has not done what the bridge asked for");
-            outcome_of(&error)
+            Outcome::from(&error)
         }
-    }
-}
-
-/// What an error of the API server says about the action that it answers.
-pub(crate) fn outcome_of(error: &ApiError) -> Outcome {
-    match (error.busy_for(), error.code()) {
-        (Some(pause), _) => Outcome::Busy(pause),
-        // A conflict says nothing: the binding before it may have been ours.
-        (None, None | Some(409 | 500..)) => Outcome::Lost,
-        (None, Some(404)) => Outcome::Failed,
-        (None, Some(_)) => Outcome::Refused(error_chain(error)),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use kube::core::Status;
-
-    use super::*;
-
-    #[test]
-    fn an_error_of_the_api_server_is_refused_failed_busy_or_lost() {
-        let seconds = |seconds| Outcome::Busy(Duration::from_secs(seconds));
-        for (code, details, expected) in [
-            (403, json!({}), None),
-            (422, json!({}), None),
-            (404, json!({}), Some(Outcome::Failed)),
-            (409, json!({}), Some(Outcome::Lost)),
-            (500, json!({}), Some(Outcome::Lost)),
-            (504, json!({}), Some(Outcome::Lost)),
-            (429, json!({}), Some(seconds(1))),
-            (429, json!({"retryAfterSeconds": 7}), Some(seconds(7))),
-            (429, json!({"retryAfterSeconds": 86_400}), Some(seconds(60))),
-            (429, json!({"causes": [{"reason": "DisruptionBudget"}]}), None),
-        ] {
-            let status: Status = serde_json::from_value(json!({"code": code, "details": details})).unwrap();
-            let error = ApiError::Api { what: "bind".to_owned(), source: Box::new(kube::Error::Api(Box::new(status))) };
-            let answer = outcome_of(&error);
-            match expected {
-                Some(expected) => assert_eq!(answer, expected, "{code} {details}"),
-                None => assert!(matches!(answer, Outcome::Refused(_)), "{code} {details}: {answer:?}"),
-            }
-        }
-        assert_eq!(outcome_of(&ApiError::Timeout("bind".to_owned())), Outcome::Lost);
     }
 }

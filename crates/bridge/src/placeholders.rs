@@ -18,7 +18,7 @@ use pods::{
     placeholder::{self, Size},
 };
 
-use crate::{begin::outcome_of, under_way::Outcome};
+use crate::under_way::Outcome;
 
 /// The PriorityClass of placeholder pods. No user class is higher, and it preempts nobody. `deploy/pods.yaml` makes it.
 const PRIORITY_CLASS: &str = "flux-host-jobs";
@@ -42,7 +42,7 @@ pub(crate) async fn carry_out(client: &Client, step: &PlaceholderStep) -> Outcom
         Err(error) if error.code() == Some(409) => Outcome::Busy(CHANGED_PAUSE),
         Err(error) => {
             warn!(node = step.node(), error = error_chain(&error), "a placeholder pod is not as it should be");
-            match outcome_of(&error) {
+            match Outcome::from(&error) {
                 // No such namespace, or no such subresource.
                 Outcome::Failed => Outcome::Refused(error_chain(&error)),
                 outcome => outcome,

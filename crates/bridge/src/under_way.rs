@@ -8,7 +8,9 @@ use std::{
 use tokio::time::Instant;
 
 use api::Rank;
+use base::error_chain;
 use broker::job_id::JobId;
+use cluster::ApiError;
 use pods::{
     action::{Action, PlaceholderStep, ShadowStep},
     facts::Facts,
@@ -44,6 +46,19 @@ pub(crate) enum Outcome {
     Busy(Duration),
     /// It may have been done.
     Lost,
+}
+
+/// What an error of the API server says about the action that it answers.
+impl From<&ApiError> for Outcome {
+    fn from(error: &ApiError) -> Self {
+        match (error.busy_for(), error.code()) {
+            (Some(pause), _) => Outcome::Busy(pause),
+            // A conflict says nothing: the binding before it may have been ours.
+            (None, None | Some(409 | 500..)) => Outcome::Lost,
+            (None, Some(404)) => Outcome::Failed,
+            (None, Some(_)) => Outcome::Refused(error_chain(error)),
+        }
+    }
 }
 
 struct Begun {
@@ -203,7 +218,9 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
 
 #[cfg(test)]
 mod tests {
+    use kube::core::Status;
     use pods::{action::KubeJobRef, facts::KubeJob};
+    use serde_json::json;
 
     use super::*;
 
@@ -249,5 +266,31 @@ mod tests {
             under_way.settle(&Jobs::of(0), &Pods::default(), &Facts::default(), now);
             assert_eq!(!under_way.actions().is_empty(), is_left_alone, "{after}");
         }
+    }
+
+    #[test]
+    fn an_error_of_the_api_server_is_refused_failed_busy_or_lost() {
+        let seconds = |seconds| Outcome::Busy(Duration::from_secs(seconds));
+        for (code, details, expected) in [
+            (403, json!({}), None),
+            (422, json!({}), None),
+            (404, json!({}), Some(Outcome::Failed)),
+            (409, json!({}), Some(Outcome::Lost)),
+            (500, json!({}), Some(Outcome::Lost)),
+            (504, json!({}), Some(Outcome::Lost)),
+            (429, json!({}), Some(seconds(1))),
+            (429, json!({"retryAfterSeconds": 7}), Some(seconds(7))),
+            (429, json!({"retryAfterSeconds": 86_400}), Some(seconds(60))),
+            (429, json!({"causes": [{"reason": "DisruptionBudget"}]}), None),
+        ] {
+            let status: Status = serde_json::from_value(json!({"code": code, "details": details})).unwrap();
+            let error = ApiError::Api { what: "bind".to_owned(), source: Box::new(kube::Error::Api(Box::new(status))) };
+            let answer = Outcome::from(&error);
+            match expected {
+                Some(expected) => assert_eq!(answer, expected, "{code} {details}"),
+                None => assert!(matches!(answer, Outcome::Refused(_)), "{code} {details}: {answer:?}"),
+            }
+        }
+        assert_eq!(Outcome::from(&ApiError::Timeout("bind".to_owned())), Outcome::Lost);
     }
 }
