@@ -19,7 +19,7 @@ use tracing::debug;
 use base::error_chain;
 use pods::{
     facts::{ANNOTATION_SUSPENDED, KubeJob, OfJobSet, SuspendReason},
-    pod::{FORCED_HOLD, PodView},
+    pod::{FORCED_HOLD, Hints, PodView},
     time::Moment,
     world::Pods,
 };
@@ -256,17 +256,34 @@ fn kube_job(job: &Job) -> KubeJob {
         seconds: spec.and_then(|spec| spec.active_deadline_seconds).and_then(|seconds| u64::try_from(seconds).ok()),
         is_suspended: spec.and_then(|spec| spec.suspend) == Some(true),
         suspended_for: annotation.and_then(|word| SuspendReason::read(word)),
+        created: job.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_millisecond()),
+        joins_job_set: joins_job_set(job),
         job_set: of_job_set(job),
     }
 }
 
 fn of_job_set(job: &Job) -> Option<OfJobSet> {
-    let label = |name: &str| job.labels().get(&format!("jobset.sigs.k8s.io/{name}")).cloned();
+    let label = |name: &str| job.labels().get(&format!("jobset.sigs.k8s.io/{name}"));
+    let owner = job.owner_references().iter().find(|owner| owner.controller == Some(true) && owner.kind == "JobSet")?;
     Some(OfJobSet {
-        name: label("jobset-name")?,
-        uid: label("jobset-uid")?,
-        attempt: label("restart-attempt")?,
+        name: owner.name.clone(),
+        uid: owner.uid.clone(),
+        attempt: label("restart-attempt")?.clone(),
         jobs: label("global-replicas")?.parse().ok()?,
+    })
+}
+
+/// Its pods are for Flux, and no annotation or label of theirs makes them another gang.
+fn joins_job_set(job: &Job) -> bool {
+    let template = job.spec.as_ref().map(|spec| &spec.template);
+    let pod = template.map(|template| Pod {
+        metadata: template.metadata.clone().unwrap_or_default(),
+        spec: template.spec.clone(),
+        status: None,
+    });
+    pod.is_some_and(|pod| {
+        let view = PodView::of(&pod, None);
+        view.is_bridged && view.hints == Hints::default()
     })
 }
 

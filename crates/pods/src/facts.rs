@@ -4,7 +4,11 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::NodeSelector;
 
-use crate::{pod::PodView, record::GangKind};
+use crate::{
+    pod::PodView,
+    record::GangKind,
+    time::{Millis, Moment, SECOND},
+};
 
 /// What pods refer to.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -51,22 +55,30 @@ pub struct KubeJob {
     pub is_suspended: bool,
     /// [`ANNOTATION_SUSPENDED`].
     pub suspended_for: Option<SuspendReason>,
-    /// The JobSet that it is of, by its labels.
+    /// metadata.creationTimestamp
+    pub created: Moment,
+    /// Its pods are for Flux, and belong to no gang by annotations or labels of their own.
+    pub joins_job_set: bool,
+    /// The JobSet that owns it.
     pub job_set: Option<OfJobSet>,
 }
 
-/// The labels that a JobSet gives its Jobs (jobset.sigs.k8s.io).
+/// What a JobSet (jobset.x-k8s.io) writes into its Jobs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OfJobSet {
-    /// Label `jobset-name`.
+    /// Name of the owner.
     pub name: String,
-    /// Label `jobset-uid`.
+    /// uid of the owner.
     pub uid: String,
     /// Label `restart-attempt`: a JobSet that restarts makes its Jobs again.
     pub attempt: String,
     /// Label `global-replicas`: the number of its Jobs.
     pub jobs: u32,
 }
+
+/// A JobSet that starts its Jobs at once has made all of them within this time. One that starts them in some order makes the next one only when
+/// the one before runs, so its Jobs can be no gang.
+pub const MADE_AT_ONCE: Millis = 10 * SECOND;
 
 /// Namespace, uid and attempt of a JobSet.
 pub type JobSetId = (String, String, String);
@@ -76,6 +88,8 @@ pub type JobSetId = (String, String, String);
 pub struct JobSet {
     /// How many of its Jobs there are.
     pub jobs: u32,
+    /// When the first and the last of them were created.
+    pub created: (Moment, Moment),
     /// The number of pods that they still need; None if one of them does not run all its pods at once, so that they are no gang.
     pub needed: Option<u32>,
 }
@@ -85,9 +99,12 @@ pub fn job_sets<'a>(jobs: impl IntoIterator<Item = &'a KubeJob>) -> BTreeMap<Job
     let mut sets: BTreeMap<JobSetId, JobSet> = BTreeMap::new();
     for job in jobs {
         let Some(id) = job.job_set_id() else { continue };
-        let set = sets.entry(id).or_insert(JobSet { jobs: 0, needed: Some(0) });
+        let set = sets.entry(id).or_insert(JobSet { jobs: 0, created: (job.created, job.created), needed: Some(0) });
         set.jobs = set.jobs.saturating_add(1);
-        set.needed = set.needed.zip(job.pods_at_once()).map(|(sum, needed)| sum.saturating_add(needed));
+        set.created = (set.created.0.min(job.created), set.created.1.max(job.created));
+        if job.joins_job_set {
+            set.needed = set.needed.zip(job.pods_at_once()).map(|(sum, needed)| sum.saturating_add(needed));
+        }
     }
     sets
 }

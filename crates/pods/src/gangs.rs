@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
-    facts::{Facts, KubeJob, VolumeClaim},
+    facts::{Facts, KubeJob, MADE_AT_ONCE, VolumeClaim},
     pod::PodView,
     record::{GangId, GangKind, is_label_like},
     time::Moment,
@@ -80,6 +80,8 @@ pub enum Problem {
         exist: u32,
         /// How many there are to be.
         jobs: u32,
+        /// Until when they are waited for.
+        until: Moment,
     },
     /// A claim is missing or has no volume.
     #[error("the volume claim {0} has no volume yet")]
@@ -137,7 +139,7 @@ pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, 
     let mut groups: BTreeMap<GangId, Group<'a>> = BTreeMap::new();
     for pod in pods.into_iter().filter(|pod| !known.is_foreign(pod) && (pod.holds(now) || pod.is_ready_to_bind())) {
         let job = known.facts.job_of(pod);
-        let (mut id, mut size) = of_pod(pod, job, known.facts);
+        let (mut id, mut size) = of_pod(pod, job, known.facts, now);
         // What a pod runs as does not change when its Job or its labels do. Nor does a pod by itself join a gang.
         let listed = known.listed.get(pod.uid.as_str()).copied().filter(|listed| **listed != id);
         if let Some(listed) = listed.filter(|listed| pod.node.is_some() || listed.kind == GangKind::Pod) {
@@ -272,7 +274,7 @@ fn single(pod: &PodView) -> GangId {
 }
 
 /// The gang that `pod` belongs to, and its size. `job` is the Job that owns the pod.
-fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts) -> (GangId, Result<u32, Problem>) {
+fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts, now: Moment) -> (GangId, Result<u32, Problem>) {
     let id =
         |kind, name: &str| GangId { kind, namespace: pod.namespace.clone(), name: name.to_owned(), uid: String::new() };
     let sized = |kind, (name, size): &(String, String)| {
@@ -306,7 +308,7 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts) -> (GangId, Resul
         return sized(GangKind::LeaderWorkerSet, group);
     }
     let Some(owner) = pod.owner.as_ref().filter(|owner| owner.is_job) else { return (single(pod), Ok(1)) };
-    if let Some(of_set) = job.and_then(|job| of_job_set(job, facts, id)) {
+    if let Some(of_set) = job.and_then(|job| of_job_set(job, facts, now, id)) {
         return of_set;
     }
     let gang = GangId { uid: owner.uid.clone(), ..id(GangKind::Job, &owner.name) };
@@ -318,23 +320,35 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts) -> (GangId, Resul
     }
 }
 
-/// The gang that all Jobs of a JobSet are, if `job` is one of them and each runs all its pods at once. One pod alone is none.
+/// The gang that all Jobs of a JobSet are, if `job` is one of them, they were made at once, and each runs all its pods at once. One pod alone is
+/// none.
 fn of_job_set(
     job: &KubeJob,
     facts: &Facts,
+    now: Moment,
     id: impl Fn(GangKind, &str) -> GangId,
 ) -> Option<(GangId, Result<u32, Problem>)> {
-    let (of, set) = (job.job_set.as_ref()?, facts.job_sets.get(&job.job_set_id()?)?);
+    let (of, set) = (job.job_set.as_ref().filter(|_| job.joins_job_set)?, facts.job_sets.get(&job.job_set_id()?)?);
     let needed = set.needed?;
+    let is_whole = set.jobs >= of.jobs;
+    let last = if is_whole { set.created.1 } else { now };
+    if last.saturating_sub(set.created.0) > MADE_AT_ONCE {
+        return None;
+    }
     if !is_label_like(&of.name) || !is_label_like(&of.uid) || !is_label_like(&of.attempt) || (of.jobs, needed) == (1, 1)
     {
         return None;
     }
     // A JobSet that restarts is another gang: nothing of it runs on.
     let gang = GangId { uid: format!("{}.{}", of.uid, of.attempt), ..id(GangKind::JobSet, &of.name) };
-    let size = match set.jobs < of.jobs {
-        true => Err(Problem::JobsMissing { gang: gang.clone(), exist: set.jobs, jobs: of.jobs }),
-        false => Ok(needed.max(1)),
+    let size = match is_whole {
+        false => Err(Problem::JobsMissing {
+            gang: gang.clone(),
+            exist: set.jobs,
+            jobs: of.jobs,
+            until: set.created.0.saturating_add(MADE_AT_ONCE + 1),
+        }),
+        true => Ok(needed.max(1)),
     };
     Some((gang, size))
 }

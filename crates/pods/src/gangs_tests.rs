@@ -292,7 +292,7 @@ fn a_job_that_is_made_again_under_its_name_is_another_gang() {
 fn job_set(jobs: u32) -> (Facts, Vec<PodView>) {
     let part = |name: &str, size| {
         let of = OfJobSet { name: "set".into(), uid: "uid-set".into(), attempt: "0".into(), jobs };
-        KubeJob { job_set: Some(of), ..kube_job(name, size) }
+        KubeJob { job_set: Some(of), joins_job_set: true, ..kube_job(name, size) }
     };
     let all = [part("driver", 1), part("workers", 3)];
     let mut facts = Facts { job_sets: job_sets(&all), ..Facts::default() };
@@ -310,6 +310,18 @@ fn a_job_set_whose_jobs_run_all_their_pods_at_once_is_one_gang() {
 
     let (missing, _) = job_set(3);
     assert_eq!(problem(&pods, &missing).unwrap().to_string(), "2 of 3 Jobs of JobSet set exist");
+
+    let mut later = facts.clone();
+    later.jobs.get_mut("uid-workers").unwrap().created = 11_000;
+    later.job_sets = job_sets(later.jobs.values());
+    let kinds: Vec<_> = shown(&pods, &later).into_iter().map(|(kind, ..)| kind).collect();
+    assert_eq!(kinds, [GangKind::Job, GangKind::Pod], "one that starts its Jobs in order");
+
+    let mut others = facts.clone();
+    others.jobs.get_mut("uid-driver").unwrap().joins_job_set = false;
+    others.job_sets = job_sets(others.jobs.values());
+    let of_workers = shown(&pods[1..], &others);
+    assert_eq!(of_workers, [(GangKind::JobSet, "default/set".to_owned(), 3, 3)], "another scheduler has the driver");
 
     let queue = facts.jobs.get_mut("uid-workers").unwrap();
     queue.is_indexed = false;

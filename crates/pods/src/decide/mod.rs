@@ -36,7 +36,13 @@ use self::{
 };
 pub use self::{memory::Memory, recovery::Recovery, shadows::OtherPods, words::AUTOSCALE_AFTER};
 use crate::{
-    action::Action, gangs::Gang, jobs::JobState, pod::PodView, record::GangId, requests::cores, time::Moment,
+    action::Action,
+    gangs::{Gang, Problem},
+    jobs::JobState,
+    pod::PodView,
+    record::GangId,
+    requests::cores,
+    time::Moment,
     world::World,
 };
 
@@ -192,6 +198,9 @@ fn serve_gang<'a>(
     let mut progress = match &gang.problem {
         _ if gang.waiting().next().is_none() || is_canceled => Progress::default(),
         Some(problem) => {
+            if let Problem::JobsMissing { until, .. } = problem {
+                round.wake_at(*until);
+            }
             let needed = not_yet_replaceable(round, holdings);
             // Whoever could give it up and have it again would have all younger gangs submitted again each time.
             if needed.is_empty() && problem.is_of_pods() {
