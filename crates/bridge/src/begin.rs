@@ -1,6 +1,9 @@
 //! Carries out one action.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use k8s_openapi::{
     api::{
@@ -27,7 +30,7 @@ use broker::{
 };
 use cluster::{ApiError, call, gone_is_fine, patch_params};
 use pods::{
-    action::{Action, Binding, KubeJobRef, PodRef, ShadowStep},
+    action::{Action, Binding, KubeJobRef, PodRef, ShadowStep, Victim},
     facts::{ANNOTATION_SUSPENDED, SuspendReason},
     jobs::OUR_NOTE,
     jobspec::USED_CORES_URGENCY,
@@ -68,12 +71,7 @@ impl Tools {
                 }
             }
             Action::Evict { pods, .. } => self.evict_all(pods).await,
-            Action::Preempt { pods, job, .. } => match (self.protected(pods).await, job) {
-                (Err(error), _) => by_api_server(Err(error)),
-                (Ok(Some(budget)), _) => Outcome::Refused(format!("PodDisruptionBudget {budget} does not permit that")),
-                (Ok(None), Some(job)) => by_api_server(self.set_suspended(job, Some(SuspendReason::Incomplete)).await),
-                (Ok(None), None) => self.evict_all(pods).await,
-            },
+            Action::Preempt { victims, .. } => self.preempt(victims).await,
             Action::SuspendJob { job, reason, .. } => by_api_server(self.set_suspended(job, Some(*reason)).await),
             Action::ResumeJob(job) => by_api_server(self.set_suspended(job, None).await),
             Action::Shadow(step) => self.shadow(step).await,
@@ -156,13 +154,39 @@ impl Tools {
         outcome
     }
 
-    /// The PodDisruptionBudget that permits fewer disruptions than it has of `pods`: half a gang must not go. A dry run of each eviction
-    /// would not tell, because each by itself may be permitted. None if all may go.
-    async fn protected(&self, pods: &[PodRef]) -> Result<Option<String>, ApiError> {
-        let Some(namespace) = pods.first().map(|pod| &pod.namespace) else { return Ok(None) };
+    /// Checks all first: half a gang must not go, nor one in vain.
+    async fn preempt(&self, victims: &[Victim]) -> Outcome {
+        let mut by_namespace: BTreeMap<&str, Vec<&PodRef>> = BTreeMap::new();
+        for pod in victims.iter().flat_map(|victim| &victim.pods) {
+            by_namespace.entry(&pod.namespace).or_default().push(pod);
+        }
+        for (namespace, pods) in by_namespace {
+            match self.protected(namespace, &pods).await {
+                Err(error) => return by_api_server(Err(error)),
+                Ok(Some(budget)) => return Outcome::Refused(format!("PodDisruptionBudget {budget} protects others")),
+                Ok(None) => {}
+            }
+        }
+        let mut outcome = Outcome::Done(None);
+        for victim in victims {
+            let gone = match &victim.job {
+                Some(job) => by_api_server(self.set_suspended(job, Some(SuspendReason::Incomplete)).await),
+                None => self.evict_all(&victim.pods).await,
+            };
+            if !matches!(gone, Outcome::Done(_)) {
+                outcome = gone;
+            }
+        }
+        outcome
+    }
+
+    /// A PodDisruptionBudget that permits fewer disruptions than it has of `pods`, or another one of a pod that has one: the API server evicts no
+    /// pod with two. A dry run of each eviction would not tell, because each by itself may be permitted. None if all may go.
+    async fn protected(&self, namespace: &str, pods: &[&PodRef]) -> Result<Option<String>, ApiError> {
         let budgets: Api<PodDisruptionBudget> = Api::namespaced(self.client.clone(), namespace);
         let selected: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
         let found = call("list PodDisruptionBudgets", budgets.list(&ListParams::default())).await?;
+        let mut covered = BTreeSet::new();
         for budget in found {
             let Some(selector) = budget.spec.as_ref().and_then(|spec| spec.selector.clone()) else { continue };
             let name = budget.name_any();
@@ -171,9 +195,9 @@ impl Tools {
             let parameters = ListParams::default().labels_from(&selector);
             let of_budget = call("list the pods of a PodDisruptionBudget", selected.list_metadata(&parameters)).await?;
             let uids: BTreeSet<_> = of_budget.iter().filter_map(ResourceExt::uid).collect();
-            let disrupted = pods.iter().filter(|pod| uids.contains(&pod.uid)).count();
+            let disrupted: Vec<_> = pods.iter().filter(|pod| uids.contains(&pod.uid)).collect();
             let permitted = budget.status.map_or(0, |status| usize::try_from(status.disruptions_allowed).unwrap_or(0));
-            if disrupted > permitted {
+            if disrupted.len() > permitted || disrupted.iter().any(|pod| !covered.insert(pod.uid.as_str())) {
                 return Ok(Some(name));
             }
         }

@@ -12,7 +12,7 @@ use base::error_chain;
 use broker::job_id::JobId;
 use cluster::ApiError;
 use pods::{
-    action::{Action, PlaceholderStep, ShadowStep},
+    action::{Action, PlaceholderStep, PodRef, ShadowStep},
     facts::Facts,
     jobs::Jobs,
     record::GangId,
@@ -182,6 +182,10 @@ impl UnderWay {
     }
 }
 
+fn goes(pod: &PodRef, pods: &Pods) -> bool {
+    pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())
+}
+
 fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &Facts) -> bool {
     let has_ended = |job: &JobId| jobs.get(*job).is_none_or(|job| !job.is_active());
     let is_there = || job.is_none_or(|job| jobs.get(job).is_some());
@@ -197,9 +201,8 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
             let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));
             !tell.reason.is_condition() || told == Some((tell.reason.word(), tell.message.as_str()))
         }),
-        Action::Evict { pods: evicted, .. } | Action::Preempt { pods: evicted, .. } => evicted
-            .iter()
-            .all(|pod| pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())),
+        Action::Evict { pods: evicted, .. } => evicted.iter().all(|pod| goes(pod, pods)),
+        Action::Preempt { victims, .. } => victims.iter().flat_map(|victim| &victim.pods).all(|pod| goes(pod, pods)),
         Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),
         Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_suspended),
         Action::Placeholder(PlaceholderStep::Make { node, .. }) => {

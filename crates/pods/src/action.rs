@@ -55,15 +55,13 @@ pub enum Action {
         /// The pods.
         pods: Vec<PodRef>,
     },
-    /// Make a gang begin again, so that another one gets its cores: nothing of it goes unless all of it may (PodDisruptionBudget). The pods
+    /// Make gangs begin again, so that another one gets their cores: nothing of them goes unless all may (PodDisruptionBudget). The pods
     /// show it.
     Preempt {
-        /// The gang that goes.
+        /// The gang that gets their cores.
         gang: GangId,
-        /// Its pods.
-        pods: Vec<PodRef>,
-        /// The Job that is all of the gang: it is suspended for a while. Without it, the pods are evicted.
-        job: Option<KubeJobRef>,
+        /// Those that go.
+        victims: Vec<Victim>,
     },
     /// Suspend a Job of Kubernetes, and annotate it with the reason. The Job shows it.
     SuspendJob {
@@ -157,6 +155,17 @@ impl PlaceholderStep {
     }
 }
 
+/// A gang that makes way for another one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Victim {
+    /// The gang.
+    pub gang: GangId,
+    /// Its pods.
+    pub pods: Vec<PodRef>,
+    /// The Job that is all of the gang: it is suspended for a while. Without it, the pods are evicted.
+    pub job: Option<KubeJobRef>,
+}
+
 /// A pod to bind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Binding {
@@ -231,8 +240,6 @@ pub enum Reason {
     NotOptedIn,
     /// It holds more cores than it asks for, because its gang's slots are equal.
     Padded,
-    /// It goes, because a gang of higher priority has waited for long.
-    Preempted,
     /// kubelet has refused it, or does not take it up.
     NotStarted,
 }
@@ -241,7 +248,7 @@ impl Reason {
     /// True if the bridge also writes condition PodScheduled=False with this reason; an Event it always publishes. A bound pod keeps
     /// PodScheduled=True, and in a namespace that has not opted in, the bridge can write no condition.
     pub fn is_condition(self) -> bool {
-        !matches!(self, Self::NotOptedIn | Self::Padded | Self::Preempted | Self::NotStarted)
+        !matches!(self, Self::NotOptedIn | Self::Padded | Self::NotStarted)
     }
 
     /// The word in Kubernetes.
@@ -253,7 +260,6 @@ impl Reason {
             Self::Refused => "Refused",
             Self::NotOptedIn => "NotOptedIn",
             Self::Padded => "Padded",
-            Self::Preempted => "Preempted",
             Self::NotStarted => "NotStarted",
         }
     }

@@ -19,12 +19,29 @@ pub struct Memory {
     /// What the bridge said about each pod, and when, by uid.
     pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Moment)>>,
     pub(super) recovery: RecoveryMemory,
-    /// When gangs were made to go for another one last.
-    pub(super) preempted_at: Option<Moment>,
+    pub(super) preempt: PreemptMemory,
     /// Since when host jobs have had cores of a rank that other pods use.
     pub(super) overlapping_since: BTreeMap<Rank, Moment>,
     /// By node.
     pub(super) placeholders: BTreeMap<String, PlaceholderMemory>,
+}
+
+/// Which gangs were made to go for others.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct PreemptMemory {
+    /// How often others have gone for a gang that waits still, and when last.
+    pub helped: BTreeMap<GangId, Helped>,
+    /// The last gang that others were to go for, and these.
+    pub last: Option<(GangId, Vec<GangId>)>,
+    /// Gangs that are left alone until then.
+    pub spared: BTreeMap<GangId, Moment>,
+}
+
+/// See [`PreemptMemory::helped`].
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Helped {
+    pub times: u32,
+    pub at: Moment,
 }
 
 /// What is remembered of a node's placeholder pod.

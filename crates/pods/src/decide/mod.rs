@@ -177,7 +177,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     round.actions.extend(of_shadows);
     patience::resume(round);
     order::keep_order(round, queue);
-    preempt::preempt(round, memory);
+    preempt::preempt(round, &mut memory.preempt);
     placeholders::keep(round, &mut memory.placeholders);
     report
 }

@@ -101,7 +101,7 @@ pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> A
     let (mut again, mut steps) = (Again::Asked, Vec::new());
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
-        let wanted = wanted_on(round, target, used_on(round, target));
+        let wanted = wanted_now(round, target);
         if shadows.pending() >= wanted {
             continue;
         }
@@ -128,9 +128,7 @@ pub(super) fn cancel_old(round: &mut Round) -> bool {
     let all = by_rank(round);
     let is_replaced = |shadow: &Shadow| match round.world.targets.get(&shadow.rank) {
         _ if !is_of_member(round, shadow) => true,
-        Some(target) => {
-            all.get(&shadow.rank).map_or(0, Shadows::pending) >= wanted_on(round, target, used_on(round, target))
-        }
+        Some(target) => all.get(&shadow.rank).map_or(0, Shadows::pending) >= wanted_now(round, target),
         None => false,
     };
     let old = round
@@ -175,6 +173,11 @@ fn possible(round: &mut Round, all: &BTreeMap<Rank, Shadows>, steps: Vec<ShadowS
         }
     }
     actions
+}
+
+/// How many cores of `target` shadow jobs are to hold now.
+pub(super) fn wanted_now(round: &Round, target: &Target) -> u32 {
+    wanted_on(round, target, used_on(round, target))
 }
 
 /// How many cores of `target` pods use that no job of a gang holds.

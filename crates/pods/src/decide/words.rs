@@ -127,12 +127,6 @@ pub(super) fn tell_bound(
     }
 }
 
-/// Says that `pod` goes for another gang.
-pub(super) fn tell_preempted(round: &mut Round, memory: &mut Memory, pod: &PodView, for_gang: &Gang) {
-    let message = format!("makes way for gang {}, which has a higher priority", for_gang.id);
-    tell(round, memory, pod, &Words { reason: Reason::Preempted, message });
-}
-
 /// True if kubelet has had [`TAKE_UP_WITHIN`] for `pod` and has not taken it up.
 pub(super) fn is_not_taken_up(pod: &PodView, now: Moment) -> bool {
     let bound = pod.bound.filter(|_| pod.stays() && !pod.is_taken_up);

@@ -65,8 +65,14 @@ impl Bed {
             }
             Action::Evict { pods, .. } => pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
             Action::SuspendJob { job, reason, .. } => self.suspend(job, *reason, serial),
-            Action::Preempt { job: Some(job), .. } => self.suspend(job, SuspendReason::Incomplete, serial),
-            Action::Preempt { pods, .. } => pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
+            Action::Preempt { victims, .. } => {
+                for victim in victims {
+                    match &victim.job {
+                        Some(job) => self.suspend(job, SuspendReason::Incomplete, serial),
+                        None => victim.pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
+                    }
+                }
+            }
             Action::ResumeJob(job) => {
                 let resumed = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
                 (resumed.is_suspended, resumed.suspended_for) = (false, None);

@@ -30,7 +30,9 @@ fn make(bed: &mut Bed, name: &str, cores: u64, priority: i32) {
 /// Names of the pods that were made to go, in order.
 fn gone(bed: &Bed) -> Vec<String> {
     let names = |action: &Action| match action {
-        Action::Preempt { pods, .. } => pods.iter().map(|pod| pod.name.clone()).collect(),
+        Action::Preempt { victims, .. } => {
+            victims.iter().flat_map(|victim| &victim.pods).map(|pod| pod.name.clone()).collect()
+        }
         _ => Vec::new(),
     };
     bed.done.iter().flat_map(names).collect()
@@ -95,15 +97,46 @@ fn what_a_budget_protects_stays_and_another_gang_makes_way() {
     make(&mut bed, "a", 1, 0);
     make(&mut bed, "b", 1, 0);
     make(&mut bed, "urgent", 1, 100);
-    let id = |name: &str| GangId {
-        kind: GangKind::Pod,
-        namespace: "default".into(),
-        name: name.into(),
-        uid: format!("uid-{name}"),
-    };
-    bed.seen.refused.insert(id("b"), "PodDisruptionBudget web does not permit that".to_owned());
-    bed.pass(AFTER);
+    bed.pass(AFTER - SECOND);
+    bed.set_time(bed.now + SECOND);
+    let decision = bed.decide();
+    let tried = |action: &Action| matches!(action, Action::Preempt { victims, .. } if victims[0].pods[0].name == "b");
+    assert!(decision.actions.iter().any(tried), "{:?}", decision.actions);
+    let urgent =
+        GangId { kind: GangKind::Pod, namespace: "default".into(), name: "urgent".into(), uid: "uid-urgent".into() };
+    bed.seen.refused.insert(urgent.clone(), "PodDisruptionBudget web protects others".to_owned());
+    bed.decide();
+    bed.seen.refused.remove(&urgent);
+    bed.pass(60 * SECOND);
     assert_eq!(gone(&bed), ["a"]);
+}
+
+#[test]
+fn nothing_makes_way_for_a_gang_that_is_held_or_behind_others_or_while_the_queue_is_stopped() {
+    let stopped: fn(&mut Bed) = |bed| bed.broker().queues = crate::world::Queues::StoppedByOthers;
+    let disabled: fn(&mut Bed) = |bed| bed.broker().accepts_jobs = false;
+    let behind: fn(&mut Bed) = |bed| bed.submit_host_job(1, 2);
+    for (what, edit) in [("stopped", stopped), ("disabled", disabled), ("behind", behind)] {
+        let mut bed = bed(&[2]);
+        make(&mut bed, "a", 1, -5);
+        make(&mut bed, "b", 1, -5);
+        edit(&mut bed);
+        bed.settle();
+        make(&mut bed, "waits", 1, 0);
+        bed.pass(3 * AFTER);
+        assert_eq!(gone(&bed), [""; 0], "{what}");
+    }
+}
+
+#[test]
+fn cores_that_come_free_already_are_waited_for() {
+    let mut bed = bed(&[2]);
+    make(&mut bed, "a", 1, 0);
+    make(&mut bed, "b", 1, 0);
+    make(&mut bed, "urgent", 1, 100);
+    bed.change("a", |pod| pod.to_end_by = Some(i64::MAX));
+    bed.pass(10 * AFTER);
+    assert_eq!(gone(&bed), [""; 0], "one pod ends slowly");
 }
 
 #[test]
