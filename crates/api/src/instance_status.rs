@@ -145,6 +145,13 @@ pub struct PodCounts {
     /// `otherPodsCores`, which leaves out what gangs hold.
     #[serde(default)]
     pub overlapping_cores: u32,
+    /// How often host jobs and pods of other schedulers have had cores of a node in common for at least two seconds, since the lead's agent
+    /// or its broker was started last.
+    #[serde(default)]
+    pub overlaps: u32,
+    /// How long the longest of these lasted, or lasts, in seconds.
+    #[serde(default)]
+    pub longest_overlap_seconds: u32,
     /// Why the API server refused in the last minute to make, resize or delete a pod in namespace `flux-host-jobs`: until that works, other
     /// schedulers don't know what host jobs use of that node. Unset: nothing was refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -38,6 +38,10 @@ pub fn node_rules(object: &Value) -> serde_json::Result<Vec<Finding>> {
     printcolumn(name = "Rank", type_ = "integer", json_path = ".spec.rank"),
     printcolumn(name = "Cores", type_ = "integer", json_path = ".status.facts.resources.cores"),
     printcolumn(name = "GPUs", type_ = "integer", json_path = ".status.facts.resources.gpus", priority = 1),
+    printcolumn(name = "Host-Jobs", type_ = "integer", json_path = ".status.account.hostJobs", priority = 1),
+    printcolumn(name = "Gangs", type_ = "integer", json_path = ".status.account.gangs", priority = 1),
+    printcolumn(name = "Other-Pods", type_ = "integer", json_path = ".status.account.otherPods", priority = 1),
+    printcolumn(name = "Overlapping", type_ = "integer", json_path = ".status.account.overlapping", priority = 1),
     printcolumn(name = "Flux", type_ = "string", json_path = ".status.fluxVersion", priority = 1),
     printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
@@ -255,7 +259,28 @@ pub struct LeadFailed {
     pub last_words: Option<String>,
 }
 
-/// State of the node. Its own agent writes it.
+/// What Flux and Kubernetes hold of a node for each other, in Flux's cores.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Account {
+    /// Cores that host jobs have.
+    #[serde(default)]
+    pub host_jobs: u32,
+    /// Cores that the jobs of gangs have.
+    #[serde(default)]
+    pub gangs: u32,
+    /// Cores that pods of other schedulers use (see `spec.pods.tolerance`).
+    #[serde(default)]
+    pub other_pods: u32,
+    /// Of these, cores that a job has, too.
+    #[serde(default)]
+    pub overlapping: u32,
+    /// What the pod in namespace `flux-host-jobs` requests for the host jobs, in thousandths of a CPU. Unset: there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub requested_milli_cpu: Option<u64>,
+}
+
+/// State of the node. Its own agent writes it, but `account`.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(transform = RecursiveTransform(crate::times::only_utc))]
@@ -324,6 +349,10 @@ pub struct FluxNodeStatus {
     /// Lead only: pods through Flux; unset while that is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pods: Option<PodCounts>,
+    /// What Flux and Kubernetes hold of this node for each other; the lead's agent writes it, at most every five seconds. Unset: pods
+    /// through Flux are off, or the node holds no rank.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub account: Option<Account>,
     /// Lead only: a job waits for cores that Flux calls free; names the job and the remedy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_back_job: Option<String>,

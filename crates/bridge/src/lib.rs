@@ -4,6 +4,7 @@
 //! reads the pods and the journal of jobs, and goes on. It writes only while it holds Lease `flux-bridge`, so that the
 //! bridge of an old lead that was cut off does nothing.
 
+mod accounts;
 mod begin;
 mod facts;
 mod flux;

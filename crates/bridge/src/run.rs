@@ -13,10 +13,13 @@ use k8s_openapi::{
     jiff::Timestamp,
 };
 use kube::Api;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, sleep_until},
+};
 use tracing::{debug, info, warn};
 
-use api::{Nodes, PodCounts, Rank, RosterEntry};
+use api::{Account, Nodes, PodCounts, Rank, RosterEntry};
 use base::error_chain;
 use broker::{queues::ensure_recorded, rfc3::RpcError};
 use cluster::call;
@@ -27,12 +30,12 @@ use pods::{
     jobs::Jobs,
     pod::PodView,
     target::Target,
-    time::Moment,
+    time::{Moment, SECOND},
     world::{Broker, World},
 };
 
 use crate::{
-    Bridge, Reported,
+    Bridge, Reported, accounts,
     begin::Tools,
     facts::Lookups,
     flux::Flux,
@@ -55,6 +58,8 @@ const REPORT_AFTER: Duration = Duration::from_secs(10);
 /// Serves pods until the future is dropped.
 pub async fn run(bridge: Bridge) {
     info!("the bridge between pods and jobs begins");
+    let (show, shown) = watch::channel(BTreeMap::new());
+    let showing = accounts::show(bridge.client.clone(), shown);
     let mut kubernetes = Kubernetes {
         watched: Watched::default(),
         changes: Box::pin(changes(&bridge.client)),
@@ -63,18 +68,10 @@ pub async fn run(bridge: Bridge) {
         lookups: Lookups::default(),
         opted_in: OptedIn::default(),
         waits_since: None,
+        show,
         bridge,
     };
-    let mut memory = Memory::default();
-    loop {
-        let Err(error) = kubernetes.serve(&mut memory).await;
-        kubernetes.report(&Report::default(), None);
-        debug!(
-            error = error_chain(&error),
-            "the bridge has lost the broker, or an answer of it: it looks at all jobs again"
-        );
-        sleep(CONNECT_AGAIN).await;
-    }
+    tokio::join!(showing, kubernetes.serve_each_life());
 }
 
 /// The side of Kubernetes.
@@ -89,6 +86,8 @@ struct Kubernetes {
     opted_in: OptedIn,
     /// Since when something keeps the bridge from serving pods.
     waits_since: Option<Instant>,
+    /// What is shown of each node.
+    show: watch::Sender<BTreeMap<String, Account>>,
 }
 
 /// What goes on with one life of the broker.
@@ -119,6 +118,20 @@ struct Basis {
 }
 
 impl Kubernetes {
+    /// Serves pods, by one connection to the broker after the other.
+    async fn serve_each_life(&mut self) {
+        let mut memory = Memory::default();
+        loop {
+            let Err(error) = self.serve(&mut memory).await;
+            self.report(&Report::default(), None);
+            debug!(
+                error = error_chain(&error),
+                "the bridge has lost the broker, or an answer of it: it looks at all jobs again"
+            );
+            sleep(CONNECT_AGAIN).await;
+        }
+    }
+
     /// Serves pods until the connection to the broker is of no use any more.
     async fn serve(&mut self, memory: &mut Memory) -> Result<std::convert::Infallible, RpcError> {
         let instance_id = self.bridge.told.borrow().roster.instance_id.clone();
@@ -178,6 +191,16 @@ impl Kubernetes {
         let since = waits_for.is_some().then(|| self.waits_since.unwrap_or_else(Instant::now));
         self.waits_since = since;
         let count = |gangs: usize| u32::try_from(gangs).unwrap_or(u32::MAX);
+        let accounts = &report.accounts;
+        // No account while the Lease is not ours: then nothing may be written.
+        self.show.send_if_modified(|before| {
+            let has_changed = *before != accounts.nodes;
+            if has_changed {
+                before.clone_from(&accounts.nodes);
+            }
+            has_changed
+        });
+        let (other_pods_cores, overlapping_cores) = accounts.of_other_pods();
         self.bridge.report.send_if_modified(|before| {
             let mut next = match report.standing {
                 Standing::Serving => Reported {
@@ -186,12 +209,14 @@ impl Kubernetes {
                         queued: count(report.queued),
                         refused: count(report.refused),
                         uncovered: count(report.uncovered),
-                        other_pods_cores: report.other_pods.cores,
-                        overlapping_cores: report.other_pods.overlapping,
+                        other_pods_cores,
+                        overlapping_cores,
+                        overlaps: accounts.overlaps,
+                        longest_overlap_seconds: count(usize::try_from(accounts.longest_overlap / SECOND).unwrap_or(0)),
                         placeholder_refused: placeholder_refused.map(str::to_owned),
                         waits_for: None,
                     },
-                    overlapping_on: report.other_pods.overlapping_on.clone(),
+                    overlapping_on: accounts.overlapping_on.clone(),
                 },
                 // Pods run on, though nobody counts them now.
                 _ => before.clone(),

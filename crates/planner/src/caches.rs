@@ -1,9 +1,18 @@
 //! The objects that the planner watches, cached.
 
-use std::{collections::HashMap, future::ready, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    future::ready,
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::Arc,
+    time::Duration,
+};
 
 use futures::{Stream, StreamExt, stream::select_all};
-use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use k8s_openapi::{
+    api::core::v1::{Namespace, Node, Pod},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
 use kube::{
     Api, Client, Resource, ResourceExt,
     core::{DeserializeGuard, error_boundary::InvalidObject},
@@ -38,7 +47,7 @@ impl Caches {
         let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
         let flux_nodes = watcher(Api::namespaced(client.clone(), NAMESPACE), all()).default_backoff();
         let (flux_nodes, flux_node_changes) = cached(flux_nodes.modify(cut_texts));
-        let flux_node_changes = flux_node_changes.inspect(warn_if_unreadable);
+        let flux_node_changes = skip_irrelevant(flux_node_changes.inspect(warn_if_unreadable), planned_by);
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
@@ -107,10 +116,22 @@ fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
     }
 }
 
+/// A hash of all that planning may depend on; a copy of each FluxNode would double what they take of the memory. None: this version can't
+/// read it.
+fn planned_by(node: &DeserializeGuard<FluxNode>) -> Option<u64> {
+    let FluxNode { metadata, spec, status } = node.0.as_ref().ok()?;
+    let metadata = ObjectMeta { resource_version: None, managed_fields: None, ..metadata.clone() };
+    let mut hasher = DefaultHasher::new();
+    serde_json::to_vec(&(metadata, spec, status)).ok()?.hash(&mut hasher);
+    Some(hasher.finish())
+}
+
 /// Cuts texts that no agent of ours writes that long. The planner copies them into the FluxInstance's status and into the specs of other
 /// FluxNodes, which have to fit into etcd. Sets of ranks stay whole: a part of one says that jobs run nowhere else.
 fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
     let Ok(FluxNode { status: Some(status), .. }) = &mut node.0 else { return };
+    // Planning does not depend on it, and on a busy node it changes every few seconds.
+    status.account = None;
     let phase = if let NodePhase::Other(word) = &mut status.phase { Some(word) } else { None };
     let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
     let of_pods = status.pods.as_mut().map(|pods| [pods.waits_for.as_mut(), pods.placeholder_refused.as_mut()]);

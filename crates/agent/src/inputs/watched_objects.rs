@@ -18,7 +18,7 @@ use tracing::debug;
 
 use api::{
     CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING, FetchFrom, FluxInstance, FluxInstanceStatus, FluxNode,
-    FluxNodeSpec, INSTANCE, NAMESPACE, Uninstall, Want,
+    FluxNodeSpec, FluxNodeStatus, INSTANCE, NAMESPACE, Uninstall, Want,
 };
 use base::chance::jittered;
 
@@ -181,8 +181,9 @@ impl Watched for FluxNode {
     }
 
     fn is_news(&self, before: &Self) -> bool {
-        // Its status too: a report may have been computed before the watch delivered the one before it.
-        has_other_metadata(self, before) || self.spec != before.spec || self.status != before.status
+        // Its status too: a report may have been computed before the watch delivered the one before it. The account is the lead's report.
+        let ours = |node: &Self| node.status.clone().map(|status| FluxNodeStatus { account: None, ..status });
+        has_other_metadata(self, before) || self.spec != before.spec || ours(self) != ours(before)
     }
 }
 

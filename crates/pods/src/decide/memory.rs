@@ -2,9 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use api::Rank;
+use api::{IdSet, Rank};
 
-use crate::{action::Reason, placeholder::Size, record::GangId, time::Moment};
+use crate::{
+    action::Reason,
+    placeholder::Size,
+    record::GangId,
+    time::{Millis, Moment},
+};
 
 /// See the module.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -20,8 +25,7 @@ pub struct Memory {
     pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Moment)>>,
     pub(super) recovery: RecoveryMemory,
     pub(super) preempt: PreemptMemory,
-    /// Since when host jobs have had cores of a rank that other pods use.
-    pub(super) overlapping_since: BTreeMap<Rank, Moment>,
+    pub(super) overlaps: OverlapMemory,
     /// By node.
     pub(super) placeholders: BTreeMap<String, PlaceholderMemory>,
 }
@@ -42,6 +46,19 @@ pub(super) struct PreemptMemory {
 pub(super) struct Helped {
     pub times: u32,
     pub at: Moment,
+}
+
+/// Where host jobs have cores that pods of other schedulers use.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct OverlapMemory {
+    /// Since when.
+    pub since: BTreeMap<Rank, Moment>,
+    /// The ranks where that has lasted for long enough to be counted.
+    pub counted: IdSet,
+    /// How many were counted.
+    pub count: u32,
+    /// How long the longest of them lasted.
+    pub longest: Millis,
 }
 
 /// What is remembered of a node's placeholder pod.

@@ -1,5 +1,6 @@
 //! The decision: what is to be done now.
 
+mod accounts;
 mod cancels;
 mod complete;
 mod gang_cores;
@@ -25,6 +26,7 @@ use std::collections::BTreeSet;
 
 use broker::job_id::JobId;
 
+pub use self::{accounts::Accounts, memory::Memory, recovery::Recovery, words::AUTOSCALE_AFTER};
 use self::{
     hold::Holdings,
     memory::RecoveryMemory,
@@ -34,7 +36,6 @@ use self::{
     start::Progress,
     words::Words,
 };
-pub use self::{memory::Memory, recovery::Recovery, shadows::OtherPods, words::AUTOSCALE_AFTER};
 use crate::{
     action::Action,
     gangs::{Gang, Problem},
@@ -78,8 +79,8 @@ pub struct Report {
     pub refused: usize,
     /// Pods whose cores nobody holds.
     pub uncovered: usize,
-    /// What pods of other schedulers use.
-    pub other_pods: OtherPods,
+    /// What Flux and Kubernetes hold of each node for each other.
+    pub accounts: Accounts,
 }
 
 /// What the bridge does.
@@ -145,8 +146,10 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     }
     round.gang_cores = gang_cores::count(round, |gang| !is_paused(round, gang));
     // Before pods are bound, which is not what other pods use.
-    let (other_pods, of_shadows) = shadows::keep(round, &mut memory.overlapping_since);
-    let mut report = Report { standing: Standing::Serving, other_pods, ..Report::default() };
+    let accounts = accounts::by_rank(round);
+    let of_shadows = shadows::keep(round, &accounts);
+    let accounts = accounts::report(round, &accounts, &mut memory.overlaps);
+    let mut report = Report { standing: Standing::Serving, accounts, ..Report::default() };
     let mut queue = Vec::new();
     let places = words::places(round);
     let gangs = std::mem::take(&mut round.gangs);

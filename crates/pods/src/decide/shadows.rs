@@ -8,12 +8,12 @@ use std::{
     collections::{BTreeMap, BTreeSet},
 };
 
-use api::{IdSet, Rank};
+use api::{Account, Rank};
 
 use super::{pins::Again, round::Round};
 use crate::{
     action::{Action, ShadowStep},
-    jobs::{Cause, HeldCores, Job, JobClass, JobState},
+    jobs::{Cause, Job, JobClass, JobState},
     shadow::{Shadow, ShadowRequest, used_cores},
     target::Target,
     time::{Millis, Moment, SECOND},
@@ -28,62 +28,31 @@ const IN_PARTS: &str = "its cores are asked for in parts";
 const NO_MEMBER: &str = "its node is no member any more";
 const REPLACED: &str = "the broker has restarted, and another job is for the same pods";
 
-/// Cores that are used twice for less than this are not reported as such: a pod may be about to end.
-const LASTS: Millis = 2 * SECOND;
-
 /// Most jobs of a rank that wait: the largest one is then exchanged for a larger one. The scheduler looks at 1024 jobs.
 const MOST_WAITING: usize = 8;
 /// If more jobs of a rank run, they are merged once no job waits.
 const MOST_RUNNING: usize = 4;
 
-/// What pods of other schedulers use of all nodes.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct OtherPods {
-    /// How many cores shadow jobs are to hold.
-    pub cores: u32,
-    /// How many cores that these pods use other jobs have. Can be more than `cores`, which leaves out what gangs hold.
-    pub overlapping: u32,
-    /// The ranks on which host jobs have had such cores for a while. They are to get no more jobs until that is over.
-    pub overlapping_on: IdSet,
-}
-
-/// What brings the shadow jobs of all ranks to what pods use there, beside what they use.
-pub(super) fn keep(round: &mut Round, overlapping_since: &mut BTreeMap<Rank, Moment>) -> (OtherPods, Vec<Action>) {
+/// What brings the shadow jobs of all ranks to what pods use there.
+pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec<Action> {
     let (all, none) = (by_rank(round), Shadows::default());
     let is_idle = is_idle(round);
-    let (mut found, mut steps, mut wakes) = (OtherPods::default(), Vec::new(), Vec::new());
-    overlapping_since.retain(|rank, _| round.world.targets.contains_key(rank));
+    let mut steps = Vec::new();
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
-        let HeldCores { hosts, gangs, .. } = round.held_cores(*rank);
-        let by_other_jobs = hosts.saturating_add(gangs);
-        let used = used_on(round, target);
-        let mut wanted = wanted_on(round, target, used);
+        let Account { host_jobs, gangs, other_pods, .. } = accounts.get(rank).copied().unwrap_or_default();
+        let mut wanted = wanted_on(round, target, other_pods);
         // Until a pin shows that is to hold cores in their place, shadow jobs keep them: another job would be faster.
         if round.gang_cores(*rank).is_incomplete {
             wanted = wanted.max(shadows.cores());
         }
-        found.cores = found.cores.saturating_add(wanted);
-        let overlapping = by_other_jobs.saturating_add(used).saturating_sub(target.cores).min(used);
-        found.overlapping = found.overlapping.saturating_add(overlapping);
-        if overlapping == 0 || hosts == 0 {
-            overlapping_since.remove(rank);
-        } else {
-            let lasts = overlapping_since.entry(*rank).or_insert(round.now).saturating_add(LASTS);
-            if round.now >= lasts {
-                found.overlapping_on.0.insert(*rank);
-            } else {
-                wakes.push(lasts);
-            }
-        }
-        let free = target.cores.saturating_sub(by_other_jobs).saturating_sub(shadows.allocated());
+        let free = target.cores.saturating_sub(host_jobs.saturating_add(gangs)).saturating_sub(shadows.allocated());
         steps.extend(shadows.steps(wanted, free, is_idle && target.is_ready, |cores| request(round, target, cores)));
     }
-    wakes.into_iter().for_each(|at| round.wake_at(at));
     // A member whose Node can't be read may still have its pods.
     let left = round.jobs.shadows().filter(|(job, shadow)| job.is_active() && !is_of_member(round, shadow));
     steps.extend(left.map(|(job, shadow)| ShadowStep::Cancel { job: job.id, rank: shadow.rank, why: NO_MEMBER }));
-    (found, possible(round, &all, steps))
+    possible(round, &all, steps)
 }
 
 /// No job waits that could get the cores of a shadow job, no gang does, and Flux gives out cores as soon as one comes.
@@ -181,7 +150,7 @@ pub(super) fn wanted_now(round: &Round, target: &Target) -> u32 {
 }
 
 /// How many cores of `target` pods use that no job of a gang holds.
-fn used_on(round: &Round, target: &Target) -> u32 {
+pub(super) fn used_on(round: &Round, target: &Target) -> u32 {
     if target.is_dedicated {
         return 0;
     }
@@ -190,7 +159,8 @@ fn used_on(round: &Round, target: &Target) -> u32 {
     used_cores(target, requested.saturating_sub(by_gangs), round.world.settings.tolerance)
 }
 
-/// How many cores of `target` shadow jobs are to hold if pods use that many: never more than is left of the rank, because Flux refuses a job that asks for more.
+/// How many cores of `target` shadow jobs are to hold if pods use that many: never more than is left of the rank, because Flux
+/// refuses a job that asks for more.
 fn wanted_on(round: &Round, target: &Target, used: u32) -> u32 {
     used.min(target.cores.saturating_sub(round.gang_cores(target.rank).cores))
 }

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::{bed::Bed, gang, gang_id};
 use crate::{
     action::{Action, ShadowStep},
-    decide::{OtherPods, Recovery, Standing},
+    decide::{Recovery, Standing},
     fixture::{annotated, bound, foreign, pod},
     jobspec::USED_CORES_URGENCY,
     pod::{FORCED_HOLD, Phase, PodView},
@@ -17,8 +17,7 @@ use crate::{
 
 /// The cores that other pods use, and how many of them other jobs have, as it is reported.
 fn reported(bed: &mut Bed) -> (u32, u32) {
-    let OtherPods { cores, overlapping, .. } = bed.decide().report.other_pods;
-    (cores, overlapping)
+    bed.decide().report.accounts.of_other_pods()
 }
 
 /// A node of four cores, on which a pod of another scheduler requests so many thousandths of a core.
@@ -178,19 +177,23 @@ fn what_jobs_have_already_is_waited_for_core_by_core_and_nothing_is_killed() {
 }
 
 #[test]
-fn a_rank_whose_cores_are_used_twice_is_reported_after_two_seconds_until_that_is_over() {
+fn a_rank_whose_cores_are_used_twice_is_reported_after_two_seconds_until_that_is_over_and_counted() {
     let mut bed = Bed::new(&[4, 4]);
     bed.submit_host_job(1, 4);
     bed.settle();
     bed.create([foreign("web", 2500)]);
     bed.settle();
-    let reported_on = |bed: &mut Bed| bed.decide().report.other_pods.overlapping_on.to_string();
-    assert_eq!(reported_on(&mut bed), "");
+    let reported = |bed: &mut Bed| {
+        let accounts = bed.decide().report.accounts;
+        (accounts.overlapping_on.to_string(), accounts.overlaps, accounts.longest_overlap)
+    };
+    assert_eq!(reported(&mut bed), (String::new(), 0, 0));
     bed.pass(2 * SECOND);
-    assert_eq!(reported_on(&mut bed), "0");
+    assert_eq!(reported(&mut bed), ("0".to_owned(), 1, 2 * SECOND));
+    bed.pass(3 * SECOND);
     bed.end("web", Phase::Succeeded);
     bed.settle();
-    assert_eq!(reported_on(&mut bed), "");
+    assert_eq!(reported(&mut bed), (String::new(), 1, 5 * SECOND));
 }
 
 #[test]

@@ -1,0 +1,49 @@
+//! Shows people the account of each node, in the status of its FluxNode.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use kube::{Api, Client, api::Patch};
+use serde_json::json;
+use tokio::{sync::watch, time::sleep};
+use tracing::debug;
+
+use api::{Account, FluxNode, NAMESPACE};
+use base::error_chain;
+use cluster::{ApiError, call, patch_params};
+
+/// Pause after all that changed was written: an account is for people, and host jobs may begin and end many times a second.
+const PAUSE: Duration = Duration::from_secs(5);
+/// Pause between two writes, so that a change on every node of a large cluster is no burst for the API server.
+const BETWEEN: Duration = Duration::from_millis(20);
+
+/// Writes what changes in `accounts`, by the name of the node, as long as the future is polled. It removes none: the agent of a node that has lost its rank
+/// does.
+pub(crate) async fn show(client: Client, accounts: watch::Receiver<BTreeMap<String, Account>>) {
+    let nodes: Api<FluxNode> = Api::namespaced(client, NAMESPACE);
+    let mut written: BTreeMap<String, Account> = BTreeMap::new();
+    loop {
+        let differs = |(node, account): &(&String, &Account)| written.get(*node) != Some(*account);
+        let changed: Vec<_> = accounts.borrow().iter().filter(differs).map(|(node, _)| node.clone()).collect();
+        for node in changed {
+            // None: meanwhile the Lease was lost, or the broker.
+            let Some(account) = accounts.borrow().get(&node).copied() else { continue };
+            match write(&nodes, &node, account).await {
+                // 404: its agent makes the FluxNode again.
+                Err(error) if error.code() != Some(404) => {
+                    debug!(node, error = error_chain(&error), "can't write the account of a node: trying again");
+                }
+                _ => drop(written.insert(node, account)),
+            }
+            sleep(BETWEEN).await;
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+async fn write(nodes: &Api<FluxNode>, node: &str, account: Account) -> Result<(), ApiError> {
+    let mut next = json!(account);
+    // A merge patch removes what is null.
+    next["requestedMilliCpu"] = json!(account.requested_milli_cpu);
+    let patch = Patch::Merge(json!({"status": {"account": next}}));
+    call(format!("account of FluxNode {node}"), nodes.patch_status(node, &patch_params(), &patch)).await.map(drop)
+}

@@ -1,0 +1,84 @@
+//! What Flux and Kubernetes hold of each node for each other, and where both hold the same cores.
+
+use std::collections::BTreeMap;
+
+use api::{Account, IdSet, Rank};
+
+use super::{memory::OverlapMemory, round::Round, shadows};
+use crate::{
+    jobs::HeldCores,
+    target::Target,
+    time::{Millis, SECOND},
+};
+
+/// Cores that are used twice for less than this are not reported as such: a pod may be about to end.
+const LASTS: Millis = 2 * SECOND;
+
+/// The account of all nodes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Accounts {
+    /// By the name of the node.
+    pub nodes: BTreeMap<String, Account>,
+    /// The ranks on which host jobs have had cores for a while that pods of other schedulers use. They are to get no more jobs until
+    /// that is over.
+    pub overlapping_on: IdSet,
+    /// How often that has happened.
+    pub overlaps: u32,
+    /// How long the longest of these lasted, or lasts.
+    pub longest_overlap: Millis,
+}
+
+impl Accounts {
+    /// How many cores pods of other schedulers use, and how many of them another job has.
+    pub fn of_other_pods(&self) -> (u32, u32) {
+        let add = |(used, overlapping): (u32, u32), account: &Account| {
+            (used.saturating_add(account.other_pods), overlapping.saturating_add(account.overlapping))
+        };
+        self.nodes.values().fold((0, 0), add)
+    }
+}
+
+/// The account of each rank.
+pub(super) fn by_rank(round: &Round) -> BTreeMap<Rank, Account> {
+    let of_target = |(rank, target): (&Rank, &Target)| {
+        let HeldCores { hosts: host_jobs, gangs, .. } = round.held_cores(*rank);
+        let other_pods = shadows::used_on(round, target);
+        let by_jobs = host_jobs.saturating_add(gangs);
+        let overlapping = by_jobs.saturating_add(other_pods).saturating_sub(target.cores).min(other_pods);
+        let placeholder = round.placeholders.get(target.node.as_str());
+        let requested_milli_cpu = placeholder.map(|(_, placeholder)| placeholder.asks.cpu);
+        (*rank, Account { host_jobs, gangs, other_pods, overlapping, requested_milli_cpu })
+    };
+    round.world.targets.iter().map(of_target).collect()
+}
+
+/// What is reported of all accounts.
+pub(super) fn report(round: &mut Round, accounts: &BTreeMap<Rank, Account>, memory: &mut OverlapMemory) -> Accounts {
+    let now = round.now;
+    let is_overlap = |account: &Account| account.overlapping > 0 && account.host_jobs > 0;
+    memory.since.retain(|rank, since| {
+        let lasts = accounts.get(rank).is_some_and(is_overlap);
+        if !lasts && memory.counted.0.remove(rank) {
+            memory.longest = memory.longest.max(now.saturating_sub(*since));
+        }
+        lasts
+    });
+    for rank in accounts.iter().filter(|(_, account)| is_overlap(account)).map(|(rank, _)| *rank) {
+        let since = *memory.since.entry(rank).or_insert(now);
+        if now < since.saturating_add(LASTS) {
+            round.wake_at(since.saturating_add(LASTS));
+            continue;
+        }
+        memory.longest = memory.longest.max(now.saturating_sub(since));
+        if memory.counted.0.insert(rank) {
+            memory.count = memory.count.saturating_add(1);
+        }
+    }
+    let node = |(rank, account): (&Rank, &Account)| Some((round.world.targets.get(rank)?.node.clone(), *account));
+    Accounts {
+        nodes: accounts.iter().filter_map(node).collect(),
+        overlapping_on: memory.counted.clone(),
+        overlaps: memory.count,
+        longest_overlap: memory.longest,
+    }
+}
