@@ -53,7 +53,8 @@ class Account(PodCluster):
         super().up()
 
     def look(self):
-        """By node: the cores that Flux declares and has given out, what pods request, and what the node has, in thousandths of a CPU."""
+        """By kind and node: `declared`, `hosts`, `gangs` and `shadows` in cores; `pods`, `placeholders` and `allocatable` in thousandths of a CPU;
+        `cordoned` is a set of nodes."""
         found = {kind: Counter() for kind in ["declared", "hosts", "gangs", "shadows"]}
         for name, node, cores in map(str.split, self.flux("python", "-c", HELD).splitlines()):
             kind = "declared" if name == "-" else "shadows" if name.startswith(SHADOW) else "gangs" if "/" in name else "hosts"
@@ -96,8 +97,8 @@ class Account(PodCluster):
         for node, allocatable in look["allocatable"].items():
             asks, hosts = look["placeholders"][node], 1000 * look["hosts"][node]
             most = max(1, min(hosts, allocatable - look["pods"][node]))
-            is_right = asks in ((most, 0) if node in look["cordoned"] else (most,)) if hosts else asks <= 1
-            if not is_right:
+            right = (most, 0) if node in look["cordoned"] else (most,)
+            if asks not in (right if hosts else (0, 1)):
                 return f"host jobs have {hosts}m of {node}, and its placeholder pod asks for {asks}m"
         return True
 
@@ -194,9 +195,7 @@ class Account(PodCluster):
         until("the lead's agent Ready", lambda: all(phase == "Online" for phase in self.phases().values()) or self.phases())
         self.until_right(60)
         seconds = time.monotonic() - begin
-        # Jobs hold a core for each pod that runs.
-        if self.held() < len(before):
-            raise Wrong(f"{len(before)} pods run, and jobs hold {self.held()} cores")
+        until("a core held for each pod that runs", lambda: self.held() >= len(before) or self.held(), 30)
         self.run_on(before)
         return seconds
 

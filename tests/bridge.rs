@@ -19,6 +19,7 @@ use std::{
 
 use bare_cluster::{BareCluster, NAMESPACE, bridge_to, can_resize, client, kubelets, make_account, make_node, pod};
 use k8s_openapi::api::{
+    apps::v1::DaemonSet,
     core::v1::{Event, Namespace, Pod, PodCondition, ServiceAccount},
     scheduling::v1::PriorityClass,
 };
@@ -352,35 +353,32 @@ async fn what_host_jobs_use_is_requested_in_kubernetes() {
     }
     let accounts = Api::<ServiceAccount>::namespaced(bed.client.clone(), placeholder::NAMESPACE);
     made(accounts, json!({"metadata": {"name": "default"}})).await;
-    let agent = json!({
-        "metadata": {"name": "pod-of-the-lead"},
-        "spec": {"automountServiceAccountToken": false, "containers": [{"name": "agent", "image": "localhost/agent:1"}]},
-    });
-    made(Api::<Pod>::namespaced(bed.client.clone(), api::NAMESPACE), agent).await;
+    let agents = Api::<DaemonSet>::namespaced(bed.client.clone(), api::NAMESPACE).get(api::DAEMONSET).await.unwrap();
+    let agents_image = agents.spec.unwrap().template.spec.unwrap().containers[0].image.clone();
     for rank in 0..3 {
         can_resize(&bed.client, &format!("machine{rank}")).await;
     }
-    let stand_ins = Api::<Pod>::namespaced(bed.client.clone(), placeholder::NAMESPACE);
+    let placeholders = Api::<Pod>::namespaced(bed.client.clone(), placeholder::NAMESPACE);
     let until_asks = async |cpu: &'static str| {
         let asks = move |pod: Option<&Pod>| {
             let requests = |pod: &Pod| pod.spec.as_ref()?.containers[0].resources.as_ref()?.requests.clone();
             pod.and_then(requests).is_some_and(|requests| requests["cpu"].0 == cpu)
         };
-        let met = timeout(PATIENCE, await_condition(stand_ins.clone(), "machine1", asks)).await;
-        assert!(met.is_ok(), "not {cpu}: {:#?}", stand_ins.get("machine1").await);
+        let met = timeout(PATIENCE, await_condition(placeholders.clone(), "machine1", asks)).await;
+        assert!(met.is_ok(), "not {cpu}: {:#?}", placeholders.get("machine1").await);
         met.unwrap().unwrap().unwrap()
     };
     bed.flux(&["submit", "--requires=rank:1", "-c2", "--job-name=host", "sleep", "600"]);
     let pod = until_asks("2").await;
-    assert_eq!(pod.spec.unwrap().containers[0].image.as_deref(), Some("localhost/agent:1"));
+    assert_eq!(pod.spec.unwrap().containers[0].image, agents_image);
     assert_eq!(pod.metadata.owner_references.unwrap()[0].name, "machine1");
     bed.flux(&["submit", "--requires=rank:1", "-c1", "--job-name=host", "sleep", "600"]);
     until_asks("3").await;
     bed.flux(&["cancel", "--all"]);
     until_asks("1m").await;
-    assert_eq!(stand_ins.list(&ListParams::default()).await.unwrap().items.len(), 1, "no job ran elsewhere");
+    assert_eq!(placeholders.list(&ListParams::default()).await.unwrap().items.len(), 1, "no job ran elsewhere");
     bridge::remove_placeholder_pods(&bed.client).await.unwrap();
-    let left = stand_ins.list(&ListParams::default()).await.unwrap();
+    let left = placeholders.list(&ListParams::default()).await.unwrap();
     assert!(left.iter().all(|pod| pod.metadata.deletion_timestamp.is_some()));
 }
 

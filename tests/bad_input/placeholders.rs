@@ -3,12 +3,12 @@
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     apps::v1::DaemonSet,
-    core::v1::{Namespace, Pod, ServiceAccount},
+    core::v1::{Namespace, Node, Pod, ServiceAccount},
     rbac::v1::{Role, RoleBinding},
     scheduling::v1::PriorityClass,
 };
 use kube::{
-    Api, ResourceExt,
+    Api, Client, ResourceExt,
     api::{DeleteParams, Patch, PatchParams, PostParams},
 };
 use serde_json::{Value, json};
@@ -18,39 +18,24 @@ use super::{
     rights::{agent, make_of, refused},
 };
 use api::NAMESPACE;
-use pods::placeholder;
+use pods::{placeholder, requests::Size};
 
 const PODS_YAML: &str = include_str!("../../deploy/pods.yaml");
 const INSTALLER: &str = include_str!("../../deploy/daemonset-installer.yaml");
 
 /// The pod that the bridge makes for node `n1`, with `image`.
 fn for_host_jobs(image: &str) -> Value {
-    json!({
-        "metadata": {
-            "name": "n1",
-            "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"},
-            "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "u", "controller": true}],
-        },
-        "spec": {
-            "nodeName": "n1",
-            "priorityClassName": "flux-host-jobs",
-            "automountServiceAccountToken": false,
-            "securityContext": {"runAsNonRoot": true, "runAsUser": 65534, "seccompProfile": {"type": "RuntimeDefault"}},
-            "containers": [{
-                "name": "host-jobs",
-                "image": image,
-                "args": ["placeholder"],
-                "resources": {"requests": {"cpu": "2", "memory": "1Gi"}},
-                "securityContext": {"allowPrivilegeEscalation": false, "capabilities": {"drop": ["ALL"]}},
-            }],
-        },
-    })
+    bridge::placeholder_pod("n1", "u", Some(image), Size { cpu: 2000, memory: 1 << 30 })
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_creates_placeholder_pods_and_no_others() {
-    let Some(case) = Case::with_api(1, "real").await else { return };
-    let (admin, token) = (case.client.clone(), agent(&case).await);
+/// Makes ServiceAccount `default`, without which the API server takes no pod.
+async fn make_account(admin: &Client, namespace: &str) {
+    let account = serde_json::from_value(json!({"metadata": {"name": "default"}})).unwrap();
+    let _ = Api::<ServiceAccount>::namespaced(admin.clone(), namespace).create(&PostParams::default(), &account).await;
+}
+
+/// Makes what bounds placeholder pods, and returns the image of the agents.
+async fn make_policy(admin: &Client) -> String {
     make_of(PODS_YAML, Api::<Namespace>::all(admin.clone())).await;
     make_of(PODS_YAML, Api::<PriorityClass>::all(admin.clone())).await;
     make_of(PODS_YAML, Api::<Role>::namespaced(admin.clone(), placeholder::NAMESPACE)).await;
@@ -58,12 +43,42 @@ async fn an_agents_token_creates_placeholder_pods_and_no_others() {
     make_of(PODS_YAML, Api::<ValidatingAdmissionPolicy>::all(admin.clone())).await;
     make_of(PODS_YAML, Api::<ValidatingAdmissionPolicyBinding>::all(admin.clone())).await;
     make_of(INSTALLER, Api::<DaemonSet>::namespaced(admin.clone(), NAMESPACE)).await;
-    let accounts = Api::<ServiceAccount>::namespaced(admin.clone(), placeholder::NAMESPACE);
-    let account = serde_json::from_value(json!({"metadata": {"name": "default"}})).unwrap();
-    let _ = accounts.create(&PostParams::default(), &account).await;
+    make_account(admin, placeholder::NAMESPACE).await;
     let agents = Api::<DaemonSet>::namespaced(admin.clone(), NAMESPACE).get("install-flux").await.unwrap();
-    let image = agents.spec.unwrap().template.spec.unwrap().containers[0].image.clone().unwrap();
+    agents.spec.unwrap().template.spec.unwrap().containers[0].image.clone().unwrap()
+}
 
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_agents_daemonset_others_create_pods_as_ever() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let (admin, token) = (case.client.clone(), agent(&case).await);
+    let image = make_policy(&admin).await;
+    let placeholders = Api::<Pod>::namespaced(token, placeholder::NAMESPACE);
+    let pod: Pod = serde_json::from_value(for_host_jobs(&image)).unwrap();
+    Api::<DaemonSet>::namespaced(admin.clone(), NAMESPACE)
+        .delete("install-flux", &DeleteParams::default())
+        .await
+        .unwrap();
+    until_true("the policy to deny all that it looks at", async || {
+        let made = placeholders.create(&PostParams::default(), &pod).await;
+        let words = made.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        if made.is_ok() {
+            placeholders.delete("n1", &DeleteParams::default().grace_period(0)).await.unwrap();
+        }
+        words.contains("no params found")
+    })
+    .await;
+    let theirs = json!({"metadata": {"generateName": "web-"}, "spec": {"containers": [{"name": "c", "image": "i"}]}});
+    let theirs: Pod = serde_json::from_value(theirs).unwrap();
+    make_account(&admin, "default").await;
+    Api::<Pod>::namespaced(admin, "default").create(&PostParams::default(), &theirs).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agents_token_creates_placeholder_pods_and_no_others() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    let (admin, token) = (case.client.clone(), agent(&case).await);
+    let image = make_policy(&admin).await;
     let pods = Api::<Pod>::namespaced(token.clone(), placeholder::NAMESPACE);
     let create = async |value: &Value| {
         pods.create(&PostParams::default(), &serde_json::from_value(value.clone()).unwrap()).await
@@ -79,7 +94,7 @@ async fn an_agents_token_creates_placeholder_pods_and_no_others() {
         words.contains("agents' own image")
     })
     .await;
-    let edits: [(&str, fn(&mut Value)); 12] = [
+    let edits: [(&str, fn(&mut Value)); 18] = [
         ("/metadata/name", |pod| pod["metadata"]["name"] = json!("n2")),
         ("/metadata/generateName", |pod| pod["metadata"] = json!({"generateName": "n"})),
         ("/metadata/labels", |pod| pod["metadata"]["labels"] = json!({"app": "theirs"})),
@@ -89,6 +104,19 @@ async fn an_agents_token_creates_placeholder_pods_and_no_others() {
         ("/spec/automountServiceAccountToken", |pod| pod["spec"]["automountServiceAccountToken"] = json!(true)),
         ("/spec/hostNetwork", |pod| pod["spec"]["hostNetwork"] = json!(true)),
         ("/spec/priorityClassName", |pod| pod["spec"]["priorityClassName"] = json!("system-node-critical")),
+        ("/spec/affinity", |pod| {
+            let everywhere = json!({"labelSelector": {}, "namespaceSelector": {}, "topologyKey": "kubernetes.io/os"});
+            let terms = json!({"requiredDuringSchedulingIgnoredDuringExecution": [everywhere]});
+            pod["spec"]["affinity"] = json!({ "podAntiAffinity": terms });
+        }),
+        ("/spec/terminationGracePeriodSeconds", |pod| pod["spec"]["terminationGracePeriodSeconds"] = json!(604_800)),
+        ("/spec/runtimeClassName", |pod| pod["spec"]["runtimeClassName"] = json!("kata")),
+        ("/spec/containers/resources/requests", |pod| {
+            let all = json!({"requests": {"example.com/gpu": "8"}, "limits": {"example.com/gpu": "8"}});
+            pod["spec"]["containers"][0]["resources"] = all;
+        }),
+        ("/metadata/annotations", |pod| pod["metadata"]["annotations"] = json!({"openshift.io/scc": "x".repeat(513)})),
+        ("/metadata/annotations/key", |pod| pod["metadata"]["annotations"] = json!({"example.org/a": "b"})),
         ("/spec/containers/command", |pod| pod["spec"]["containers"][0]["command"] = json!(["sh"])),
         ("/spec/containers/args", |pod| pod["spec"]["containers"][0]["args"] = json!(["agent"])),
         ("/spec/containers/env", |pod| pod["spec"]["containers"][0]["env"] = json!([{"name": "A", "value": "b"}])),
@@ -103,13 +131,23 @@ async fn an_agents_token_creates_placeholder_pods_and_no_others() {
     assert_eq!(refused(elsewhere.create(&PostParams::default(), &pod).await, "elsewhere").0, 403);
 
     let made = create(&for_host_jobs(&image)).await.unwrap();
+    // The API server lets nobody resize a pod beyond its Node.
+    let node = json!({"metadata": {"name": "n1"}, "status": {"allocatable": {"cpu": "4", "memory": "8Gi"}}});
+    let nodes = Api::<Node>::all(admin.clone());
+    nodes.create(&PostParams::default(), &serde_json::from_value(node).unwrap()).await.unwrap();
     let requests = |cpu: &str| json!([{"name": "host-jobs", "resources": {"requests": {"cpu": cpu, "memory": "1Gi"}}}]);
     let patch = |uid: &str| Patch::Strategic(json!({"metadata": {"uid": uid}, "spec": {"containers": requests("3")}}));
     let parameters = PatchParams::default();
     let other = pods.patch_subresource("resize", "n1", &parameters, &patch("another")).await;
     assert_eq!(refused(other, "another pod of the name").0, 422);
-    let resized = pods.patch_subresource("resize", "n1", &parameters, &patch(&made.uid().unwrap())).await.unwrap();
+    let mut resized = None;
+    until_true("the API server to see the Node", async || {
+        resized = pods.patch_subresource("resize", "n1", &parameters, &patch(&made.uid().unwrap())).await.ok();
+        resized.is_some()
+    })
+    .await;
     let asks = serde_json::to_value(&resized).unwrap()["spec"]["containers"][0]["resources"]["requests"]["cpu"].take();
     assert_eq!(asks, json!("3"));
     pods.delete("n1", &DeleteParams::default()).await.unwrap();
+    nodes.delete("n1", &DeleteParams::default()).await.unwrap();
 }

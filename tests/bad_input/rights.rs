@@ -307,8 +307,22 @@ async fn an_agents_token_can_write_the_status_of_its_own_node_only() {
         let is_expected = words.contains("FluxNode right belongs to another node") || words.contains("adds no manager");
         assert!(code == 403 && is_expected, "{what}: {words}");
     }
-    let there = right.get("right").await.unwrap();
+    let mut there = right.get("right").await.unwrap();
+    there.status.get_or_insert_default().message = Some("mine".to_owned());
     assert_eq!(refused(left.replace_status("right", &post, &there).await, "replace").0, 403);
+    // But for the account, by which nobody decides.
+    right.patch_status("right", &merge, &Patch::Merge(&online)).await.unwrap();
+    let account = |more: Value| {
+        let mut status = json!({"account": {"hostJobs": 2, "requestedMilliCpu": 2000}});
+        status.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        Patch::Merge(json!({ "status": status }))
+    };
+    let with_more = left.patch_status("right", &merge, &account(json!({"message": "mine"}))).await;
+    assert_eq!(refused(with_more, "account and more").0, 403);
+    let shown = left.patch_status("right", &merge, &account(json!({}))).await.unwrap().status.unwrap();
+    assert_eq!(shown.account.unwrap().host_jobs, 2);
+    let removed = left.patch_status("right", &merge, &Patch::Merge(json!({"status": null}))).await;
+    assert_eq!(refused(removed, "no status").0, 403);
     let nobody = Api::<FluxNode>::namespaced(token(&case, TokenRequestSpec::default()).await, NAMESPACE);
     assert_eq!(refused(nobody.patch_status("left", &merge, &Patch::Merge(&online)).await, "no pod").0, 403);
     // It makes no other one's FluxNode, not even after it has deleted it, which is the planner's right.

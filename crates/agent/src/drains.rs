@@ -1,10 +1,7 @@
 //! Which ranks the lead's broker must drain or undrain: the difference between what the planner wants and what the broker reports.
 //! Ranks that people have drained stay as they are.
 
-use std::{
-    borrow::Cow,
-    collections::{BTreeMap, BTreeSet},
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use api::IdSet;
 use bridge::Reported;
@@ -45,20 +42,26 @@ impl DrainChange {
 /// Reason by which ranks are drained for the bridge.
 const PODS_USE_CORES: &str = "pods of other schedulers use cores that jobs have there";
 
-/// What the planner wants drained, and what the bridge does. A rank that both want has the planner's reason.
-pub fn wanted<'a>(
-    by_planner: &'a BTreeMap<String, IdSet>,
-    bridge: Option<&Reported>,
-) -> Cow<'a, BTreeMap<String, IdSet>> {
-    let is_others = |rank: &u32| by_planner.values().any(|ranks| ranks.contains(*rank));
-    let overlapping = bridge.into_iter().flat_map(|reported| reported.overlapping_on.0.iter().copied());
-    let ranks: BTreeSet<_> = overlapping.filter(|rank| !is_others(rank)).collect();
-    if ranks.is_empty() {
-        return Cow::Borrowed(by_planner);
-    }
+/// What the planner and the bridge want drained, by reason. A rank that both want has the planner's reason. `has_bridge`: there is one, or soon
+/// will be. Until it has counted, what it had drained before stays so.
+pub fn wanted(
+    by_planner: &BTreeMap<String, IdSet>,
+    has_bridge: bool,
+    reported: Option<&Reported>,
+    drained: &[Drained],
+) -> BTreeMap<String, IdSet> {
+    let overlapping = match reported.and_then(|reported| reported.overlapping_on.clone()) {
+        Some(overlapping) => overlapping,
+        None if has_bridge => ranks(drained, |reason| reason.strip_prefix(PREFIX) == Some(PODS_USE_CORES)),
+        None => IdSet::default(),
+    };
+    let is_planners = |rank: &u32| by_planner.values().any(|ranks| ranks.contains(*rank));
+    let others: BTreeSet<_> = overlapping.0.into_iter().filter(|rank| !is_planners(rank)).collect();
     let mut all = by_planner.clone();
-    all.insert(PODS_USE_CORES.to_owned(), IdSet(ranks));
-    Cow::Owned(all)
+    if !others.is_empty() {
+        all.insert(PODS_USE_CORES.to_owned(), IdSet(others));
+    }
+    all
 }
 
 /// Ranks that are drained for a reason of ours, and wanted ones that people had drained before.
@@ -165,11 +168,21 @@ mod tests {
     fn ranks_whose_cores_are_used_twice_are_drained_too() {
         let set = |text: &str| text.parse::<IdSet>().unwrap();
         let by_planner: BTreeMap<_, _> = [("cordoned".to_owned(), set("1"))].into();
-        let reported = |ranks| Reported { overlapping_on: set(ranks), ..Reported::default() };
-        for (ranks, expected) in [("", None), ("1", None), ("1-2", Some("2"))] {
-            let all = wanted(&by_planner, Some(&reported(ranks)));
-            assert_eq!(all.get(PODS_USE_CORES).map(IdSet::to_string).as_deref(), expected, "{ranks}");
+        let drained = |reason: &str| [Drained { ranks: set("3"), reason: format!("{PREFIX}{reason}"), since: 1000.0 }];
+        for (has_bridge, ranks, before, expected) in [
+            (true, Some(""), PODS_USE_CORES, None),
+            (true, Some("1"), PODS_USE_CORES, None),
+            (true, Some("1-2"), PODS_USE_CORES, Some("2")),
+            (true, None, PODS_USE_CORES, Some("3")),
+            (true, None, "cordoned", None),
+            (false, None, PODS_USE_CORES, None),
+        ] {
+            let reported = Reported { overlapping_on: ranks.map(set), ..Reported::default() };
+            let all = wanted(&by_planner, has_bridge, Some(&reported), &drained(before));
+            assert_eq!(all.get(PODS_USE_CORES).map(IdSet::to_string).as_deref(), expected, "{ranks:?} {before}");
             assert_eq!(all["cordoned"], set("1"));
+            let all = wanted(&by_planner, true, None, &drained(before));
+            assert_eq!(all.contains_key(PODS_USE_CORES), before == PODS_USE_CORES, "the agent has just begun");
         }
     }
 

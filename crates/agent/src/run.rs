@@ -78,7 +78,7 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
         reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
         sources,
         memory: Memory::default(),
-        background: Background::new(health, serving, metrics, &arguments.pod_name),
+        background: Background::new(health, serving, metrics, &arguments.pod_name, &arguments.node_name),
         termination_log: arguments.termination_log.clone(),
         live_change: Arc::default(),
     };

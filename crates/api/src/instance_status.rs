@@ -138,11 +138,10 @@ pub struct PodCounts {
     /// Pods that run on cores which no job holds: Flux may give these to another job.
     #[serde(default)]
     pub uncovered: u32,
-    /// Cores that jobs `other-pods/NODE` are to hold, because pods of other schedulers use them (see `spec.pods.tolerance`).
+    /// Cores that pods of other schedulers use (see `spec.pods.tolerance`), or will use once kubelet has resized them.
     #[serde(default)]
     pub other_pods_cores: u32,
-    /// Cores that pods of other schedulers use and another job holds: they are used twice until one of them ends. May be more than
-    /// `otherPodsCores`, which leaves out what gangs hold.
+    /// Cores that pods of other schedulers use and another job has: they are used twice until one of them ends.
     #[serde(default)]
     pub overlapping_cores: u32,
     /// How often host jobs and pods of other schedulers have had cores of a node in common for at least two seconds, since the lead's agent
@@ -152,8 +151,8 @@ pub struct PodCounts {
     /// How long the longest of these lasted, or lasts, in seconds.
     #[serde(default)]
     pub longest_overlap_seconds: u32,
-    /// Why the API server refused in the last minute to make, resize or delete a pod in namespace `flux-host-jobs`: until that works, other
-    /// schedulers don't know what host jobs use of that node. Unset: nothing was refused.
+    /// Why the API server has refused, within the past minute, to make, resize or delete a placeholder pod (namespace `flux-host-jobs`). Until
+    /// that works, other schedulers don't know what host jobs use of that node. Unset: it has refused nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placeholder_refused: Option<String>,
     /// What has kept Flux from scheduling pods for at least ten seconds. Unset: nothing.

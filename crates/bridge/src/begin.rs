@@ -46,6 +46,7 @@ pub(crate) struct Tools {
     pub(crate) broker: Arc<rfc3::Client>,
     /// Name of the agent's pod.
     pub(crate) identity: Arc<str>,
+    pub(crate) image: Arc<placeholders::Image>,
 }
 
 impl Tools {
@@ -75,7 +76,7 @@ impl Tools {
             Action::SuspendJob { job, reason, .. } => by_api_server(self.set_suspended(job, Some(*reason)).await),
             Action::ResumeJob(job) => by_api_server(self.set_suspended(job, None).await),
             Action::Shadow(step) => self.shadow(step).await,
-            Action::Placeholder(step) => placeholders::carry_out(&self.client, step).await,
+            Action::Placeholder(step) => placeholders::carry_out(&self.client, &self.image, step).await,
             Action::StopQueues(reason) => by_queues(queues::stop(&self.broker, reason).await),
             Action::StartQueues => by_queues(start_queues(&self.broker).await),
         }

@@ -26,7 +26,9 @@ use kube::Client;
 use pods::world::Settings;
 use tokio::sync::watch;
 
-pub use placeholders::remove_all as remove_placeholder_pods;
+pub use placeholders::{
+    pod as placeholder_pod, remove_all as remove_placeholder_pods, remove_on as remove_placeholder_pod,
+};
 pub use run::run;
 pub use without_bridge::{Occupancy, clean_up};
 
@@ -48,8 +50,8 @@ pub struct Told {
 pub struct Reported {
     /// For people.
     pub counts: PodCounts,
-    /// The ranks that are to get no more jobs for now, because host jobs have cores there that pods use.
-    pub overlapping_on: IdSet,
+    /// The ranks that are to get no more jobs for now, because host jobs have cores there that pods use. None: not known yet.
+    pub overlapping_on: Option<IdSet>,
 }
 
 /// What the bridge works with.

@@ -4,65 +4,92 @@ use std::time::Duration;
 
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Pod};
 use kube::{
-    Api, Client,
+    Api, Client, ResourceExt,
     api::{DeleteParams, ListParams, Patch, PostParams, Preconditions},
 };
 use serde_json::{Value, json};
+use tokio::{sync::Mutex, time::Instant};
 use tracing::warn;
 
-use api::NAMESPACE;
+use api::{DAEMONSET, NAMESPACE};
 use base::error_chain;
 use cluster::{ApiError, call, gone_is_fine, patch_params};
 use pods::{
     action::{PlaceholderStep, PodRef},
-    placeholder::{self, Size},
+    placeholder,
+    requests::Size,
 };
 
 use crate::under_way::Outcome;
 
 /// The PriorityClass of placeholder pods. No user class is higher, and it preempts nobody. `deploy/pods.yaml` makes it.
 const PRIORITY_CLASS: &str = "flux-host-jobs";
-/// The agents' DaemonSet, whose image placeholder pods have.
-const DAEMONSET: &str = "install-flux";
 /// Name of the pod's only container.
 const CONTAINER: &str = "host-jobs";
 /// Pause if the pod was made or exchanged since it was seen.
 const CHANGED_PAUSE: Duration = Duration::from_secs(1);
+/// Pause if the API server has not answered, of which host jobs on many nodes must not make a thousand requests a second.
+const NO_ANSWER_PAUSE: Duration = Duration::from_secs(5);
+/// How long the image of the agents is not asked for again.
+const IMAGE_KNOWN_FOR: Duration = Duration::from_secs(10);
+
+/// The image of placeholder pods, once it is known, and since when.
+pub(crate) type Image = Mutex<Option<(Instant, Option<String>)>>;
 
 /// Carries out `step`.
-pub(crate) async fn carry_out(client: &Client, step: &PlaceholderStep) -> Outcome {
+pub(crate) async fn carry_out(client: &Client, image: &Image, step: &PlaceholderStep) -> Outcome {
     let done = match step {
-        PlaceholderStep::Make { node, node_uid, size } => make(client, node, node_uid, *size).await,
+        PlaceholderStep::Make { node, node_uid, size } => make(client, image, node, node_uid, *size).await,
         PlaceholderStep::Resize { pod, size } => resize(client, pod, *size).await,
         PlaceholderStep::Remove { pod } => remove(client, pod).await,
     };
-    match done {
-        Ok(()) => Outcome::Done(None),
-        // Another pod has the name by now, which the next observation shows.
-        Err(error) if error.code() == Some(409) => Outcome::Busy(CHANGED_PAUSE),
-        Err(error) => {
-            warn!(node = step.node(), error = error_chain(&error), "a placeholder pod is not as it should be");
-            match Outcome::from(&error) {
-                // No such namespace, or no such subresource.
-                Outcome::Failed => Outcome::Refused(error_chain(&error)),
-                outcome => outcome,
+    let Err(error) = done else { return Outcome::Done(None) };
+    let is_resize = matches!(step, PlaceholderStep::Resize { .. });
+    match (error.busy_for(), error.code()) {
+        (Some(pause), _) => Outcome::Busy(pause),
+        // The next observation shows that another pod has the name by now, or that the pod is gone.
+        (None, Some(409)) => Outcome::Busy(CHANGED_PAUSE),
+        (None, Some(404)) if is_resize => Outcome::Busy(CHANGED_PAUSE),
+        // A webhook that does not answer is a 500. Whatever was done shows.
+        (None, code) => {
+            warn!(node = step.node(), error = error_chain(&error), "can't make, resize or delete a placeholder pod");
+            match code {
+                Some(_) => Outcome::Refused(error_chain(&error)),
+                None => Outcome::Busy(NO_ANSWER_PAUSE),
             }
         }
     }
 }
 
-async fn make(client: &Client, node: &str, node_uid: &str, size: Size) -> Result<(), ApiError> {
+async fn make(client: &Client, image: &Image, node: &str, node_uid: &str, size: Size) -> Result<(), ApiError> {
+    let agents_image = agents_image(client, image).await?;
+    let pod = serde_json::from_value(pod(node, node_uid, agents_image.as_deref(), size))
+        .map_err(|error| ApiError::Content { object: format!("placeholder pod {node}"), reason: error.to_string() })?;
+    let (pods, parameters) = (placeholder_pods(client), PostParams::default());
+    let made = call(format!("create placeholder pod {node}"), pods.create(&parameters, &pod)).await;
+    if made.is_err() {
+        // The agents may have got another one meanwhile.
+        *image.lock().await = None;
+    }
+    made.map(drop)
+}
+
+/// The image of the agents. A job over many nodes has many pods made at once: one of them asks.
+async fn agents_image(client: &Client, image: &Image) -> Result<Option<String>, ApiError> {
+    let mut known = image.lock().await;
+    if let Some((_, image)) = known.as_ref().filter(|(since, _)| since.elapsed() < IMAGE_KNOWN_FOR) {
+        return Ok(image.clone());
+    }
     let sets: Api<DaemonSet> = Api::namespaced(client.clone(), NAMESPACE);
     let agents = call(format!("read DaemonSet {DAEMONSET}"), sets.get(DAEMONSET)).await?;
     let image = agents.spec.and_then(|spec| spec.template.spec?.containers.into_iter().next()?.image);
-    let pod = serde_json::from_value(pod(node, node_uid, image.as_deref(), size))
-        .map_err(|error| ApiError::Content { object: format!("placeholder pod {node}"), reason: error.to_string() })?;
-    call(format!("create placeholder pod {node}"), pods(client).create(&PostParams::default(), &pod)).await.map(drop)
+    *known = Some((Instant::now(), image.clone()));
+    Ok(image)
 }
 
-/// The pod only waits, without any right. Admission policy `flux-distribute-host-jobs` permits this form alone. Its node owns it, so that it ends with the Node, and
-/// `kubectl drain` and autoscalers need not wait for it.
-fn pod(node: &str, node_uid: &str, image: Option<&str>, size: Size) -> Value {
+/// The placeholder pod of `node`, which only waits, without any right. Admission policy `flux-distribute-host-jobs` permits this form alone. Its
+/// Node owns it, so that it ends with the Node, and `kubectl drain` and autoscalers need not wait for it.
+pub fn pod(node: &str, node_uid: &str, image: Option<&str>, size: Size) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "Pod",
@@ -110,10 +137,10 @@ fn requests(size: Size) -> Value {
 async fn resize(client: &Client, pod: &PodRef, size: Size) -> Result<(), ApiError> {
     let containers = json!([{"name": CONTAINER, "resources": requests(size)}]);
     let patch = Patch::Strategic(json!({"metadata": {"uid": pod.uid}, "spec": {"containers": containers}}));
-    let (pods, parameters) = (pods(client), patch_params());
+    let (pods, parameters) = (placeholder_pods(client), patch_params());
     let resized = pods.patch_subresource("resize", &pod.name, &parameters, &patch);
     match call(format!("resize placeholder pod {}", pod.name), resized).await {
-        // The API server answers another uid so.
+        // The pod has been replaced: the next observation shows it.
         Err(error) if error.code() == Some(422) && error_chain(&error).contains("metadata.uid") => Ok(()),
         resized => resized.map(drop),
     }
@@ -121,23 +148,36 @@ async fn resize(client: &Client, pod: &PodRef, size: Size) -> Result<(), ApiErro
 
 async fn remove(client: &Client, pod: &PodRef) -> Result<(), ApiError> {
     let preconditions = Some(Preconditions { uid: Some(pod.uid.clone()), resource_version: None });
-    let parameters = DeleteParams { preconditions, ..DeleteParams::default() };
-    let pods = pods(client);
+    // Shorter than what somebody may have deleted it with before.
+    let parameters = DeleteParams { preconditions, ..DeleteParams::default() }.grace_period(0);
+    let pods = placeholder_pods(client);
     gone_is_fine(call(format!("delete placeholder pod {}", pod.name), pods.delete(&pod.name, &parameters)).await)
 }
 
 /// Deletes all placeholder pods, after the last bridge has ended.
 ///
 /// # Errors
-/// [`ApiError`].
+/// [`ApiError`], of the last pod that could not be deleted, or of the list.
 pub async fn remove_all(client: &Client) -> Result<(), ApiError> {
-    let list = call("list placeholder pods".to_owned(), pods(client).list(&ListParams::default())).await?;
-    for pod in list {
-        remove(client, &PodRef::from(&pods::pod::PodView::of(&pod, None))).await?;
+    let (pods, all) = (placeholder_pods(client), ListParams::default());
+    let mut removed = Ok(());
+    for pod in call("list placeholder pods".to_owned(), pods.list_metadata(&all)).await? {
+        removed = remove_on(client, &pod.name_any()).await.and(removed);
     }
-    Ok(())
+    removed
 }
 
-fn pods(client: &Client) -> Api<Pod> {
+/// Deletes the placeholder pod of `node`, if there is one.
+///
+/// # Errors
+/// [`ApiError`].
+pub async fn remove_on(client: &Client, node: &str) -> Result<(), ApiError> {
+    let parameters = DeleteParams::default().grace_period(0);
+    gone_is_fine(
+        call(format!("delete placeholder pod {node}"), placeholder_pods(client).delete(node, &parameters)).await,
+    )
+}
+
+fn placeholder_pods(client: &Client) -> Api<Pod> {
     Api::namespaced(client.clone(), placeholder::NAMESPACE)
 }

@@ -4,6 +4,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     pin::Pin,
+    sync::Arc,
     time::Duration,
 };
 
@@ -141,7 +142,8 @@ impl Kubernetes {
             warn!(error = error_chain(&error), "can't record the state of the queues");
         }
         let identity = self.bridge.identity.as_str().into();
-        let tools = Tools { client: self.bridge.client.clone(), broker: flux.client.clone(), identity };
+        let (client, broker) = (self.bridge.client.clone(), flux.client.clone());
+        let tools = Tools { client, broker, identity, image: Arc::default() };
         let mut life = Life {
             flux,
             tools,
@@ -202,7 +204,7 @@ impl Kubernetes {
         });
         let (other_pods_cores, overlapping_cores) = accounts.of_other_pods();
         self.bridge.report.send_if_modified(|before| {
-            let mut next = match report.standing {
+            let mut reported = match report.standing {
                 Standing::Serving => Reported {
                     counts: PodCounts {
                         running: count(report.running),
@@ -216,18 +218,18 @@ impl Kubernetes {
                         placeholder_refused: placeholder_refused.map(str::to_owned),
                         waits_for: None,
                     },
-                    overlapping_on: accounts.overlapping_on.clone(),
+                    overlapping_on: accounts.overlapping_on.clone().or_else(|| before.overlapping_on.clone()),
                 },
                 // Pods run on, though nobody counts them now.
                 _ => before.clone(),
             };
-            next.counts.waits_for =
+            reported.counts.waits_for =
                 waits_for.clone().filter(|_| since.is_some_and(|since| since.elapsed() >= REPORT_AFTER));
-            let has_changed = *before != next;
+            let has_changed = *before != reported;
             if has_changed {
-                info!(?next, "pods as jobs");
+                info!(?reported, "pods as jobs");
             }
-            *before = next;
+            *before = reported;
             has_changed
         });
     }

@@ -124,9 +124,8 @@ impl UnderWay {
                 (None, Action::Placeholder(_)) => {
                     begun.progress = Progress::Paused(now + PLACEHOLDER_AGAIN_AFTER);
                     // The first words stay: those of each node would change the status all the time.
-                    if self.refused_placeholder().is_none() {
-                        self.refused_placeholder = Some((words, now));
-                    }
+                    let words = self.refused_placeholder().map_or(words, str::to_owned);
+                    self.refused_placeholder = Some((words, now));
                 }
                 (None, _) => begun.progress = Progress::Paused(now + AGAIN_AFTER),
             },
@@ -182,7 +181,8 @@ impl UnderWay {
     }
 }
 
-fn goes(pod: &PodRef, pods: &Pods) -> bool {
+/// The pod is being deleted, or is gone.
+fn is_going(pod: &PodRef, pods: &Pods) -> bool {
     pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())
 }
 
@@ -201,8 +201,10 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
             let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));
             !tell.reason.is_condition() || told == Some((tell.reason.word(), tell.message.as_str()))
         }),
-        Action::Evict { pods: evicted, .. } => evicted.iter().all(|pod| goes(pod, pods)),
-        Action::Preempt { victims, .. } => victims.iter().flat_map(|victim| &victim.pods).all(|pod| goes(pod, pods)),
+        Action::Evict { pods: evicted, .. } => evicted.iter().all(|pod| is_going(pod, pods)),
+        Action::Preempt { victims, .. } => {
+            victims.iter().flat_map(|victim| &victim.pods).all(|pod| is_going(pod, pods))
+        }
         Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),
         Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_suspended),
         Action::Placeholder(PlaceholderStep::Make { node, .. }) => {
@@ -212,9 +214,7 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
             let found = pods.by_uid.get(&pod.uid).and_then(|pod| pod.placeholder.as_ref());
             found.is_none_or(|placeholder| placeholder.asks == *size)
         }
-        Action::Placeholder(PlaceholderStep::Remove { pod }) => {
-            pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())
-        }
+        Action::Placeholder(PlaceholderStep::Remove { pod }) => is_going(pod, pods),
         Action::StopQueues(_) | Action::StartQueues => true,
     }
 }
@@ -258,7 +258,7 @@ mod tests {
     #[test]
     fn a_refused_placeholder_pod_is_left_alone_for_a_while_and_told() {
         let mut under_way = UnderWay::default();
-        let size = pods::placeholder::Size::LEAST;
+        let size = pods::placeholder::LEAST;
         let (node, node_uid) = ("n1".to_owned(), "u".to_owned());
         let begin = Instant::now();
         let number = under_way.begin(Action::Placeholder(PlaceholderStep::Make { node, node_uid, size }));

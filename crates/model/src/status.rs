@@ -83,7 +83,7 @@ pub fn status(
     let waits = (restart.reason == WAITS).then(|| format!("a restart is pending: {}", restart.message));
     let stopped = members.and_then(|members| members.report(0)?.stopped_queues.clone());
     let refused = next.pods.as_ref().and_then(|pods| pods.placeholder_refused.as_deref());
-    let refused = refused.map(|why| format!("a pod for host jobs is refused: {why}"));
+    let refused = refused.map(|why| format!("a placeholder pod is refused: {why}"));
     for (weight, words) in
         [(Weight::RestartWaits, waits), (Weight::QueueStopped, stopped), (Weight::PlaceholderRefused, refused)]
     {
@@ -533,7 +533,7 @@ mod tests {
         let refused = Some("create placeholder pod n1: 403".to_owned());
         world.reports.get_mut("node1").unwrap().pods =
             Some(PodCounts { placeholder_refused: refused, ..PodCounts::default() });
-        let expected = "2 of 2 nodes online; a pod for host jobs is refused: create placeholder pod n1: 403";
+        let expected = "2 of 2 nodes online; a placeholder pod is refused: create placeholder pod n1: 403";
         assert_eq!(status_of(&world).message.as_deref(), Some(expected));
     }
 

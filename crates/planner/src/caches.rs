@@ -309,6 +309,27 @@ mod tests {
     }
 
     #[test]
+    fn an_account_of_a_node_is_not_relevant() {
+        let node = |version: &str, phase: &str, host_jobs: u32| {
+            let metadata = json!({"name": "node1", "resourceVersion": version});
+            let status = json!({"phase": phase, "account": {"hostJobs": host_jobs}});
+            let node = json!({"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status});
+            let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
+            cut_texts(&mut node);
+            watcher::Event::Apply(node)
+        };
+        let mut known = HashMap::new();
+        for (event, expected) in [
+            (node("1", "Online", 0), true),
+            (node("2", "Online", 1), false),
+            (node("3", "Failed", 1), true),
+            (node("4", "Failed", 1), false),
+        ] {
+            assert_eq!(is_relevant(&mut known, &event, planned_by), expected, "{event:?}");
+        }
+    }
+
+    #[test]
     fn a_heartbeat_of_a_node_is_not_relevant() {
         let node = |uid: &str, ready: &str, heartbeat: &str| -> Node {
             let condition = json!({"type": "Ready", "status": ready, "lastHeartbeatTime": heartbeat});

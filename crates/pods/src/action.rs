@@ -6,9 +6,9 @@ use broker::job_id::JobId;
 use crate::{
     facts::{KubeJob, SuspendReason},
     jobspec::JobRequest,
-    placeholder::Size,
     pod::PodView,
     record::{GangId, PodRecord},
+    requests::Size,
     shadow::ShadowRequest,
 };
 

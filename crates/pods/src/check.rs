@@ -1,8 +1,7 @@
 //! The check before binding: what kubelet would refuse a pod by. kubelet has the last word.
 //!
-//! Host jobs are not counted, whether they have just begun or not: a bridged pod is bound to cores that Flux gave to its own job, and Flux
-//! gives no core to two jobs. Flux knows nothing of other schedulers' pods, though, nor do these know of host jobs: on a node that has both,
-//! they may share cores, whatever the bridge binds.
+//! Host jobs are not counted: Flux gives no core to two jobs. kubelet does count the placeholder pod that stands for them, so a pod is bound only
+//! once that one leaves room for it.
 
 use std::collections::BTreeMap;
 

@@ -4,24 +4,13 @@
 
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::requests::Amounts;
+use crate::requests::{Amounts, INFEASIBLE, Size, resize_pending};
 
 /// The namespace of the placeholder pods, which holds nothing else. `deploy/pods.yaml` makes it.
 pub const NAMESPACE: &str = "flux-host-jobs";
 
-/// What a placeholder pod requests, or is to request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Size {
-    /// Thousandths of a hardware thread.
-    pub cpu: u64,
-    /// Bytes.
-    pub memory: u64,
-}
-
-impl Size {
-    /// The least that a placeholder pod requests: with nothing at all it would have another QoS class, which a resize may not change.
-    pub const LEAST: Self = Self { cpu: 1, memory: 4 << 20 };
-}
+/// The least that a placeholder pod requests: with nothing at all it would have another QoS class, which a resize may not change.
+pub const LEAST: Size = Size { cpu: 1, memory: 4 << 20 };
 
 /// What matters of a placeholder pod beside what does of each pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,11 +29,9 @@ impl Placeholder {
         let requests = spec.containers.first().filter(|_| is_ours)?.resources.as_ref()?.requests.as_ref();
         let Amounts(asks) = Amounts::read(requests).ok()?;
         let amount = |name: &str| asks.get(name).copied().unwrap_or_default();
-        let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_ref()).into_iter().flatten();
-        let mut resizes = conditions.filter(|condition| condition.type_ == "PodResizePending");
         Some(Self {
             asks: Size { cpu: amount("cpu"), memory: amount("memory") },
-            cant_be_resized: resizes.any(|condition| condition.reason.as_deref() == Some("Infeasible")),
+            cant_be_resized: resize_pending(pod) == Some(INFEASIBLE),
         })
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     node_rules::NodeRules,
     placeholder::Placeholder,
     record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord, is_label_like},
-    requests::Requests,
+    requests::{Requests, Size},
     time::{Millis, Moment, SECOND},
     unsupported::{Unsupported, check_annotations, check_fields},
 };
@@ -68,6 +68,8 @@ pub struct PodView {
     pub gone: Option<Moment>,
     /// What it asks of its node.
     pub requests: Requests,
+    /// What of this kubelet has not granted yet.
+    pub deferred: Size,
     /// spec.priority
     pub priority: i32,
     /// Only while it can still be bound.
@@ -231,6 +233,7 @@ impl PodView {
             to_end_by: meta.deletion_timestamp.as_ref().map(|time| time.0.as_millisecond()),
             gone: None,
             requests: requests.unwrap_or_default(),
+            deferred: Requests::deferred(pod).unwrap_or_default(),
             priority: spec.and_then(|spec| spec.priority).unwrap_or(0),
             record: annotation(ANNOTATION_JOB)
                 .filter(|_| is_bridged && node.is_some())

@@ -13,6 +13,11 @@ use api::quantity::{self, NotAQuantity};
 /// scheduler may have any number, and each decision compares all pods of a node with those that wait.
 const MOST_COUNTED: usize = 500;
 
+/// Reason of condition PodResizePending: the node could never take it.
+pub(crate) const INFEASIBLE: &str = "Infeasible";
+/// Reason of condition PodResizePending: there is no room now.
+const DEFERRED: &str = "Deferred";
+
 /// What a pod asks of a node, or what several ask together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Requests {
@@ -26,6 +31,15 @@ pub struct Requests {
     pub extended: BTreeMap<String, u64>,
     /// Ports of the node.
     pub ports: BTreeSet<HostPort>,
+}
+
+/// So much CPU and memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Size {
+    /// Thousandths of a hardware thread.
+    pub cpu: u64,
+    /// Bytes.
+    pub memory: u64,
 }
 
 /// A port of the node that a container listens on.
@@ -69,8 +83,25 @@ impl Requests {
     /// # Errors
     /// [`UnreadableRequest`].
     pub fn of(pod: &Pod) -> Result<Self, UnreadableRequest> {
+        Self::where_granted(pod, resize_pending(pod) == Some(INFEASIBLE))
+    }
+
+    /// What of the CPU and memory kubelet has not granted yet, because it has deferred a resize of the pod until there is room.
+    ///
+    /// # Errors
+    /// [`UnreadableRequest`].
+    pub fn deferred(pod: &Pod) -> Result<Size, UnreadableRequest> {
+        if resize_pending(pod) != Some(DEFERRED) {
+            return Ok(Size::default());
+        }
+        let (wished, granted) = (Self::of(pod)?, Self::where_granted(pod, true)?);
+        Ok(Size { cpu: wished.cpu.saturating_sub(granted.cpu), memory: wished.memory.saturating_sub(granted.memory) })
+    }
+
+    /// `only`: of what a container asks, only what kubelet has granted counts.
+    fn where_granted(pod: &Pod, only: bool) -> Result<Self, UnreadableRequest> {
         let Some(spec) = &pod.spec else { return Ok(Self::default()) };
-        let mut amounts = of_containers(spec, pod.status.as_ref())?;
+        let mut amounts = of_containers(spec, pod.status.as_ref(), only)?;
         let own = spec.resources.as_ref().and_then(|own| own.requests.as_ref());
         for (name, amount) in Amounts::read(own)?.0 {
             if matches!(name.as_str(), "cpu" | "memory") || name.starts_with("hugepages-") {
@@ -157,6 +188,12 @@ impl From<Amounts> for Requests {
     }
 }
 
+/// Why kubelet has not resized the pod: the reason of condition PodResizePending.
+pub(crate) fn resize_pending(pod: &Pod) -> Option<&str> {
+    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
+    conditions.iter().find(|condition| condition.type_ == "PodResizePending")?.reason.as_deref()
+}
+
 /// An init container that runs beside the others until the pod ends.
 fn is_sidecar(container: &Container) -> bool {
     container.restart_policy.as_deref() == Some("Always")
@@ -164,11 +201,11 @@ fn is_sidecar(container: &Container) -> bool {
 
 /// Costs no more than there are requests: anybody may create a pod with thousands of containers, and of each pod that changes this is computed
 /// again.
-fn of_containers<'a>(spec: &PodSpec, status: Option<&'a PodStatus>) -> Result<Amounts, UnreadableRequest> {
-    let conditions = status.and_then(|status| status.conditions.as_ref()).into_iter().flatten();
-    let is_infeasible = |reason: Option<&str>| reason == Some("Infeasible");
-    let resize_refused =
-        conditions.into_iter().any(|c| c.type_ == "PodResizePending" && is_infeasible(c.reason.as_deref()));
+fn of_containers<'a>(
+    spec: &PodSpec,
+    status: Option<&'a PodStatus>,
+    only_granted: bool,
+) -> Result<Amounts, UnreadableRequest> {
     let by_name = |statuses: Option<&'a Vec<ContainerStatus>>| -> BTreeMap<&str, &ContainerStatus> {
         statuses.into_iter().flatten().map(|status| (status.name.as_str(), status)).collect()
     };
@@ -179,7 +216,7 @@ fn of_containers<'a>(spec: &PodSpec, status: Option<&'a PodStatus>) -> Result<Am
         let status = statuses.get(container.name.as_str());
         let allocated = status.and_then(|status| status.allocated_resources.as_ref());
         let actual = status.and_then(|status| status.resources.as_ref()?.requests.as_ref());
-        let mut amounts = match resize_refused && (allocated.is_some() || actual.is_some()) {
+        let mut amounts = match only_granted && (allocated.is_some() || actual.is_some()) {
             true => Amounts::default(),
             false => Amounts::read(requests)?,
         };
@@ -303,6 +340,12 @@ mod tests {
         ] {
             let requests = requests(json!({"containers": [asks("2", "0")]}), status.clone()).unwrap();
             assert_eq!(requests.cpu, expected, "{status}");
+        }
+        for (reason, expected) in [("Deferred", 500), ("Infeasible", 0)] {
+            let pending = json!([{"type": "PodResizePending", "status": "True", "reason": reason}]);
+            let pod = json!({"metadata": {}, "spec": {"containers": [asks("2", "0")]}, "status": status("1", "1500m", pending)});
+            let deferred = Requests::deferred(&serde_json::from_value(pod).unwrap()).unwrap();
+            assert_eq!(deferred, Size { cpu: expected, memory: 0 }, "{reason}");
         }
     }
 

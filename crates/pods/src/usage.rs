@@ -2,13 +2,19 @@
 
 use std::collections::BTreeMap;
 
-use crate::{pod::PodView, requests::Requests, time::Moment};
+use crate::{
+    pod::PodView,
+    requests::{Requests, Size},
+    time::Moment,
+};
 
 /// What pods ask of one node together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Usage {
     /// The sum of their requests.
     pub requests: Requests,
+    /// What of this kubelet has not granted yet: resizes that it has deferred.
+    pub deferred: Size,
     /// Number of pods.
     pub pods: u64,
 }
@@ -18,6 +24,12 @@ impl Usage {
     pub fn add(&mut self, requests: &Requests) {
         self.requests.add(requests);
         self.pods += 1;
+    }
+
+    /// What kubelet has granted of the CPU and memory.
+    pub fn granted(&self) -> Size {
+        let Self { requests, deferred, .. } = self;
+        Size { cpu: requests.cpu.saturating_sub(deferred.cpu), memory: requests.memory.saturating_sub(deferred.memory) }
     }
 }
 
@@ -44,6 +56,10 @@ impl UsageByNode {
                 continue;
             }
             usage.add(node, &pod.requests);
+            if let Some(all) = usage.all.get_mut(node) {
+                all.deferred.cpu = all.deferred.cpu.saturating_add(pod.deferred.cpu);
+                all.deferred.memory = all.deferred.memory.saturating_add(pod.deferred.memory);
+            }
             if is_foreign {
                 usage.foreign.entry(node.clone()).or_default().add(&pod.requests);
             }

@@ -18,6 +18,7 @@ use api::{FluxInstanceSpec, Roster, parse_duration, quantity::milli};
 use base::error_chain;
 use bridge::{Bridge, Reported, Told};
 use broker::queues::QueueError;
+use cluster::ApiError;
 use model::broker_toml::stops_queues_on_restart;
 use pods::world::Settings;
 
@@ -28,8 +29,12 @@ const LOOK_AGAIN: Duration = Duration::from_secs(10);
 pub struct Bridging {
     /// Name of this agent's pod.
     identity: String,
+    /// Name of this node.
+    node: String,
     running: Option<Running>,
     cleanup: Option<Cleanup>,
+    /// The instance is over, and this node's placeholder pod is removed.
+    is_over: bool,
 }
 
 /// Ends what an earlier bridge left.
@@ -64,19 +69,25 @@ enum Wanted<'a> {
 }
 
 impl Bridging {
-    /// `identity`: the name of this agent's pod.
-    pub fn new(identity: &str) -> Self {
-        Self { identity: identity.to_owned(), running: None, cleanup: None }
+    /// `identity`: the name of this agent's pod. `node`: that of this node.
+    pub fn new(identity: &str, node: &str) -> Self {
+        Self { identity: identity.to_owned(), node: node.to_owned(), running: None, cleanup: None, is_over: false }
     }
 
     /// Begins, tells or ends the bridge, as it is wanted now.
     pub fn follow(&mut self, ops: &NodeOps, inputs: &NodeInputs) {
         let wanted = wanted(inputs);
-        if !matches!(wanted, Wanted::Bridge { .. })
-            && self.running.take().is_some()
-            && inputs.instance == Instance::Over
-        {
-            remove_placeholder_pods(ops);
+        if !matches!(wanted, Wanted::Bridge { .. }) {
+            self.running = None;
+        }
+        let was_over =
+            std::mem::replace(&mut self.is_over, inputs.instance == Instance::Over && inputs.host.broker.is_none());
+        if self.is_over && !was_over {
+            // There may be no bridge any more that would, nor come one.
+            let (client, node) = (ops.client.clone(), self.node.clone());
+            tokio::spawn(async move {
+                until_removed(|| bridge::remove_placeholder_pod(&client, &node)).await;
+            });
         }
         if !matches!(wanted, Wanted::Cleanup { .. }) {
             // A clean-up that goes on would cancel the jobs of the next bridge.
@@ -123,20 +134,10 @@ impl Bridging {
         }
         let client = ops.client.clone();
         let task = tokio::spawn(async move {
-            let mut are_pods_left = true;
+            until_removed(|| bridge::remove_placeholder_pods(&client)).await;
             loop {
                 match uninstall_is_under_way() {
                     true => debug!("flux-distribute uninstall runs: what a bridge may have left stays"),
-                    false if are_pods_left => match bridge::remove_placeholder_pods(&client).await {
-                        // 403: deploy/pods.yaml is not applied, so no bridge has made any.
-                        Err(error) if error.code() != Some(403) => {
-                            debug!(error = error_chain(&error), "can't remove placeholder pods: trying again");
-                        }
-                        _ => {
-                            are_pods_left = false;
-                            continue;
-                        }
-                    },
                     false => match clean_up_once(starts_queues).await {
                         Ok(()) => return,
                         Err(error) => {
@@ -156,18 +157,16 @@ impl Bridging {
     }
 }
 
-/// Once the instance is over, no bridge comes any more that would.
-fn remove_placeholder_pods(ops: &NodeOps) {
-    let client = ops.client.clone();
-    tokio::spawn(async move {
-        while let Err(error) = bridge::remove_placeholder_pods(&client).await {
-            if error.code() == Some(403) {
-                return;
-            }
-            debug!(error = error_chain(&error), "can't remove placeholder pods: trying again");
-            sleep(LOOK_AGAIN).await;
+/// Tries until placeholder pods are removed.
+async fn until_removed<F: Future<Output = Result<(), ApiError>>>(remove: impl Fn() -> F) {
+    while let Err(error) = remove().await {
+        // deploy/pods.yaml is not applied, so no bridge has made any.
+        if error.code() == Some(403) {
+            return;
         }
-    });
+        debug!(error = error_chain(&error), "can't remove placeholder pods: trying again");
+        sleep(LOOK_AGAIN).await;
+    }
 }
 
 async fn clean_up_once(starts_queues: bool) -> Result<(), QueueError> {

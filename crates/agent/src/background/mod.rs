@@ -39,7 +39,7 @@ pub struct Background {
 
 impl Background {
     /// With the servers that run already.
-    pub fn new(health: Health, serving: Serving, metrics: Port, pod_name: &str) -> Self {
+    pub fn new(health: Health, serving: Serving, metrics: Port, pod_name: &str, node_name: &str) -> Self {
         Self {
             health,
             serving,
@@ -47,7 +47,7 @@ impl Background {
             tidied: Tidied::default(),
             inspecting: Inspecting::default(),
             dumping: Dumping::default(),
-            bridging: Bridging::new(pod_name),
+            bridging: Bridging::new(pod_name, node_name),
         }
     }
 

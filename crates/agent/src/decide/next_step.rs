@@ -184,7 +184,9 @@ fn keep(
     }
     let drains = inputs.broker.instance.as_ref().filter(|_| is_lead);
     let drains = drains.and_then(|instance| {
-        drains::change(&drains::wanted(&spec.drain, inputs.bridge.as_ref()), instance, inputs.unix_time)
+        let has_bridge = inputs.roster.as_ref().is_some_and(|roster| roster.settings.pods);
+        let wanted = drains::wanted(&spec.drain, has_bridge, inputs.bridge.as_ref(), &instance.drained);
+        drains::change(&wanted, instance, inputs.unix_time)
     });
     // A rank that leaves gets no new jobs, also if the resources can't be loaded; one that comes back gets jobs only with its own
     // resources. So drains come before the reload, and undrains after it.

@@ -181,7 +181,7 @@ impl Watched for FluxNode {
     }
 
     fn is_news(&self, before: &Self) -> bool {
-        // Its status too: a report may have been computed before the watch delivered the one before it. The account is the lead's report.
+        // Its status too: a report may have been computed before the watch delivered the one before it. The account in it is the lead's.
         let ours = |node: &Self| node.status.clone().map(|status| FluxNodeStatus { account: None, ..status });
         has_other_metadata(self, before) || self.spec != before.spec || ours(self) != ours(before)
     }
@@ -333,6 +333,7 @@ mod tests {
         },
     };
 
+    use api::Account;
     use futures::stream;
     use http::{Request, Response};
     use kube::client::Body;
@@ -447,5 +448,8 @@ mod tests {
         assert!(!node(1, "Online").is_news(&node(1, "Online")));
         assert!(node(1, "Online").is_news(&node(1, "Starting")));
         assert!(node(2, "Online").is_news(&node(1, "Online")));
+        let mut counted = node(1, "Online");
+        counted.status.as_mut().unwrap().account = Some(Account { host_jobs: 2, ..Account::default() });
+        assert!(!counted.is_news(&node(1, "Online")), "the lead has counted again");
     }
 }

@@ -20,8 +20,8 @@ pub struct Accounts {
     /// By the name of the node.
     pub nodes: BTreeMap<String, Account>,
     /// The ranks on which host jobs have had cores for a while that pods of other schedulers use. They are to get no more jobs until
-    /// that is over.
-    pub overlapping_on: IdSet,
+    /// that is over. None in the first moments: none of them has lasted for a while.
+    pub overlapping_on: Option<IdSet>,
     /// How often that has happened.
     pub overlaps: u32,
     /// How long the longest of these lasted, or lasts.
@@ -44,7 +44,9 @@ pub(super) fn by_rank(round: &Round) -> BTreeMap<Rank, Account> {
         let HeldCores { hosts: host_jobs, gangs, .. } = round.held_cores(*rank);
         let other_pods = shadows::used_on(round, target);
         let by_jobs = host_jobs.saturating_add(gangs);
-        let overlapping = by_jobs.saturating_add(other_pods).saturating_sub(target.cores).min(other_pods);
+        // A resize that kubelet has deferred waits for cores, and uses none.
+        let used = shadows::used_now_on(round, target);
+        let overlapping = by_jobs.saturating_add(used).saturating_sub(target.cores).min(used);
         let placeholder = round.placeholders.get(target.node.as_str());
         let requested_milli_cpu = placeholder.map(|(_, placeholder)| placeholder.asks.cpu);
         (*rank, Account { host_jobs, gangs, other_pods, overlapping, requested_milli_cpu })
@@ -55,6 +57,8 @@ pub(super) fn by_rank(round: &Round) -> BTreeMap<Rank, Account> {
 /// What is reported of all accounts.
 pub(super) fn report(round: &mut Round, accounts: &BTreeMap<Rank, Account>, memory: &mut OverlapMemory) -> Accounts {
     let now = round.now;
+    let known = memory.begun.get_or_insert(now).saturating_add(LASTS);
+    round.wake_at(known);
     let is_overlap = |account: &Account| account.overlapping > 0 && account.host_jobs > 0;
     memory.since.retain(|rank, since| {
         let lasts = accounts.get(rank).is_some_and(is_overlap);
@@ -77,7 +81,7 @@ pub(super) fn report(round: &mut Round, accounts: &BTreeMap<Rank, Account>, memo
     let node = |(rank, account): (&Rank, &Account)| Some((round.world.targets.get(rank)?.node.clone(), *account));
     Accounts {
         nodes: accounts.iter().filter_map(node).collect(),
-        overlapping_on: memory.counted.clone(),
+        overlapping_on: (now >= known).then(|| memory.counted.clone()),
         overlaps: memory.count,
         longest_overlap: memory.longest,
     }

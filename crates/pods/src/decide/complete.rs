@@ -11,7 +11,7 @@ use super::{
     queue::WaitingJob,
     request::{is_large_enough, request},
     round::Round,
-    start::{Progress, ask, avoided, bind, have_room},
+    start::{Progress, ask, avoided, bind, take_room},
     words::Words,
 };
 use crate::{
@@ -44,7 +44,7 @@ pub(super) fn complete<'a>(
             Choice::Slot(job, slot) => {
                 taken.insert((holdings.jobs[job].job.id, slot));
                 progress.needed.insert(holdings.jobs[job].job.id);
-                if have_room(round, &[(pod, slot.rank)]) {
+                if take_room(round, &[(pod, slot.rank)]) {
                     bind(round, gang, &holdings.jobs[job], pod, slot);
                 }
             }

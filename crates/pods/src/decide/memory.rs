@@ -6,7 +6,6 @@ use api::{IdSet, Rank};
 
 use crate::{
     action::Reason,
-    placeholder::Size,
     record::GangId,
     time::{Millis, Moment},
 };
@@ -51,6 +50,8 @@ pub(super) struct Helped {
 /// Where host jobs have cores that pods of other schedulers use.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct OverlapMemory {
+    /// Since when they are counted.
+    pub begun: Option<Moment>,
     /// Since when.
     pub since: BTreeMap<Rank, Moment>,
     /// The ranks where that has lasted for long enough to be counted.
@@ -74,15 +75,13 @@ pub(super) struct PlaceholderMemory {
     pub gone_since: Option<Moment>,
     /// How many pods in a row did not last.
     pub replaced: u32,
-    /// What it asks for.
-    pub asks: Option<Size>,
-    /// Since when it asks for `asks`.
-    pub asks_since: Moment,
-    /// Cores of the host jobs that it was made or resized for last.
-    pub hosts: u32,
+    /// When the bridge last made or resized it.
+    pub changed: Moment,
+    /// Cores of host jobs that it asks for.
+    pub host_cores: u32,
     /// Since when it has left other pods too little room.
     pub too_large_since: Option<Moment>,
-    /// Since when it could grow only because other pods have left.
+    /// Since when there has been room to grow into that host jobs did not cause.
     pub room_since: Option<Moment>,
 }
 

@@ -149,14 +149,22 @@ pub(super) fn wanted_now(round: &Round, target: &Target) -> u32 {
     wanted_on(round, target, used_on(round, target))
 }
 
-/// How many cores of `target` pods use that no job of a gang holds.
+/// How many cores of `target` pods use that no job of a gang holds, or will use once kubelet grants what it has deferred.
 pub(super) fn used_on(round: &Round, target: &Target) -> u32 {
+    used_by(round, target, round.usage.all(&target.node).requests.cpu)
+}
+
+/// As [`used_on`], without what kubelet has not granted yet.
+pub(super) fn used_now_on(round: &Round, target: &Target) -> u32 {
+    used_by(round, target, round.usage.all(&target.node).granted().cpu)
+}
+
+fn used_by(round: &Round, target: &Target, cpu: u64) -> u32 {
     if target.is_dedicated {
         return 0;
     }
-    let requested = round.usage.all(&target.node).requests.cpu;
     let by_gangs = round.gang_cores(target.rank).requested;
-    used_cores(target, requested.saturating_sub(by_gangs), round.world.settings.tolerance)
+    used_cores(target, cpu.saturating_sub(by_gangs), round.world.settings.tolerance)
 }
 
 /// How many cores of `target` shadow jobs are to hold if pods use that many: never more than is left of the rank, because Flux

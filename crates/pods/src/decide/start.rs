@@ -125,9 +125,8 @@ fn bind_all(
         return Progress { needed, words: None };
     }
     if failing.is_empty() {
-        let slots: Vec<_> = dealt.iter().map(|(pod, slot)| (*pod, slot.rank)).collect();
         // All of them, or none: half a gang would wait for the others.
-        if have_room(round, &slots) {
+        if take_room(round, &ranks) {
             dealt.into_iter().for_each(|(pod, slot)| bind(round, gang, held, pod, slot));
         }
         return Progress { needed, words: None };
@@ -143,20 +142,16 @@ fn bind_all(
     }
 }
 
-/// Takes the room that `pods` need, and returns true if they may be bound now: false while the placeholder pod of one of these ranks has to
-/// shrink.
-pub(super) fn have_room(round: &mut Round, pods: &[(&PodView, Rank)]) -> bool {
-    for (pod, rank) in pods {
-        let Some(target) = round.world.targets.get(rank) else { continue };
-        round.usage.add(&target.node, &pod.requests);
-    }
-    pods.iter().all(|(_, rank)| {
-        let target = round.world.targets.get(rank);
-        target.is_none_or(|target| !must_shrink(round, target, round.usage.all(&target.node)))
-    })
+/// Counts `pods` on their nodes, and returns true if they may be bound now. They are counted in either case: that makes the nodes'
+/// placeholder pods shrink.
+pub(super) fn take_room(round: &mut Round, pods: &[(&PodView, Rank)]) -> bool {
+    let world = round.world;
+    let placed: Vec<_> = pods.iter().filter_map(|(pod, rank)| Some((pod, world.targets.get(rank)?))).collect();
+    placed.iter().for_each(|(pod, target)| round.usage.add(&target.node, &pod.requests));
+    !placed.iter().any(|(_, target)| must_shrink(round, target))
 }
 
-/// Binds `pod` to `slot`, whose room was taken ([`have_room`]).
+/// Binds `pod` to `slot`, whose room was taken ([`take_room`]).
 pub(super) fn bind(round: &mut Round, gang: &Gang, held: &Held, pod: &PodView, slot: &Slot) {
     let Some(target) = round.world.targets.get(&slot.rank) else { return };
     round.actions.push(Action::Bind(Box::new(Binding {

@@ -10,9 +10,9 @@ use crate::{
     fixture::{bound, pod},
     jobs::OUR_NOTE,
     jobspec::USED_CORES_URGENCY,
-    placeholder::{NAMESPACE, Placeholder, Size},
+    placeholder::{NAMESPACE, Placeholder},
     pod::PodView,
-    requests::Requests,
+    requests::{Requests, Size},
     time::{Millis, SECOND},
     world::Queues,
 };

@@ -6,8 +6,8 @@ use super::bed::Bed;
 use crate::{
     action::{Action, PlaceholderStep},
     fixture::{foreign, pod},
-    placeholder::Size,
     pod::{Phase, PodView},
+    requests::Size,
     time::SECOND,
 };
 
@@ -27,6 +27,10 @@ fn shown(bed: &Bed) -> Vec<String> {
     let asks = |pod: &PodView| Some((pod.name.clone(), pod.placeholder?.asks));
     let all = bed.pods.values().filter_map(asks);
     all.map(|(name, Size { cpu, memory })| format!("{name}: {cpu}m, {} MiB", memory >> 20)).collect()
+}
+
+fn placeholder_uid(bed: &Bed) -> String {
+    bed.pods.values().find(|pod| pod.placeholder.is_some()).unwrap().uid.clone()
 }
 
 fn host_jobs(bed: &Bed) -> Vec<JobId> {
@@ -89,7 +93,7 @@ fn a_pod_of_a_gang_is_bound_once_the_placeholder_pod_has_shrunk() {
     bed.cancel(host_jobs(&bed)[0], "");
     bed.pass(SECOND);
     assert_eq!((shown(&bed), bed.pods["uid-a"].node.clone()), (vec!["node0: 1m, 4 MiB".to_owned()], None));
-    let uid = bed.pods.values().find(|pod| pod.placeholder.is_some()).unwrap().uid.clone();
+    let uid = placeholder_uid(&bed);
     let mut shrunk = bed.pods[&uid].clone();
     (shrunk.requests.cpu, shrunk.requests.memory) = (1, 4 << 20);
     bed.set(shrunk);
@@ -113,13 +117,83 @@ fn a_placeholder_pod_gives_up_memory_that_a_pod_of_a_gang_needs() {
 }
 
 #[test]
+fn a_resize_that_was_decided_and_not_done_is_decided_again() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 1);
+    bed.settle();
+    bed.submit_host_job(1, 2);
+    bed.schedule();
+    bed.deliver(usize::MAX, usize::MAX);
+    for _ in 0..2 {
+        let wants = |action: &Action| matches!(action, Action::Placeholder(PlaceholderStep::Resize { .. }));
+        assert!(bed.decide().actions.iter().any(wants));
+    }
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 3000m, 6144 MiB"]);
+}
+
+#[test]
+fn a_placeholder_pod_leaves_the_room_that_is_needed_at_once_though_it_might_grow_in_another_resource() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 2);
+    bed.create([foreign("web", 2500)]);
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 1500m, 4096 MiB"]);
+    bed.end("web", Phase::Succeeded);
+    bed.settle();
+    let mut large = pod("a", 1);
+    large.requests.memory = 6 * GIB;
+    bed.create([large]);
+    bed.settle();
+    assert_eq!(
+        (shown(&bed), bed.pods["uid-a"].node.as_deref()),
+        (vec!["node0: 1500m, 2048 MiB".to_owned()], Some("node0"))
+    );
+    bed.pass(61 * SECOND);
+    assert_eq!(shown(&bed), ["node0: 2000m, 2048 MiB"]);
+}
+
+#[test]
+fn a_resize_that_kubelet_has_deferred_takes_no_room_from_host_jobs() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 3);
+    bed.create([foreign("web", 1000)]);
+    bed.settle();
+    bed.change("web", |web| {
+        web.requests.cpu = 4000;
+        web.deferred.cpu = 3000;
+    });
+    bed.pass(10 * SECOND);
+    let accounts = bed.decide().report.accounts;
+    assert_eq!((shown(&bed), accounts.overlaps), (vec!["node0: 3000m, 6144 MiB".to_owned()], 0));
+    assert_eq!(bed.shadows(0), (1, 3), "and Flux gives it the cores once they are free");
+}
+
+#[test]
+fn a_placeholder_pod_that_somebody_deletes_slowly_is_deleted_once_others_need_its_room() {
+    let mut bed = bed(1);
+    bed.submit_host_job(1, 4);
+    bed.settle();
+    let uid = placeholder_uid(&bed);
+    let mut deleting = bed.pods[&uid].clone();
+    deleting.to_end_by = Some(i64::MAX);
+    bed.set(deleting);
+    bed.create([pod("a", 2)]);
+    bed.cancel(host_jobs(&bed)[0], "");
+    bed.pass(9 * SECOND);
+    assert_eq!(bed.pods["uid-a"].node, None, "kubelet would refuse it");
+    bed.pass(2 * SECOND);
+    assert_eq!((bed.pods["uid-a"].node.as_deref(), shown(&bed)), (Some("node0"), vec![]));
+}
+
+#[test]
 fn a_placeholder_pod_that_is_evicted_is_made_again_with_pauses() {
     let mut bed = bed(1);
     bed.submit_host_job(1, 1);
     bed.settle();
     let begin = bed.now;
     let mut made = Vec::new();
-    for _ in 0..5 {
+    for _ in 0..7 {
         let found = bed.pods.values().find(|pod| pod.placeholder.is_some());
         let (name, uid) = found.map(|pod| (pod.name.clone(), pod.uid.clone())).unwrap();
         assert_eq!(name, "node0");
@@ -131,7 +205,7 @@ fn a_placeholder_pod_that_is_evicted_is_made_again_with_pauses() {
             bed.pass(SECOND);
         }
     }
-    assert_eq!(made, [0, 15, 45, 105, 225], "later each time");
+    assert_eq!(made, [0, 15, 45, 105, 225, 345, 465], "later each time, but for two minutes at most");
 }
 
 #[test]
@@ -156,7 +230,7 @@ fn a_placeholder_pod_that_kubelet_cant_resize_is_replaced() {
     let mut bed = bed(1);
     bed.submit_host_job(1, 1);
     bed.settle();
-    let uid = bed.pods.values().find(|pod| pod.placeholder.is_some()).unwrap().uid.clone();
+    let uid = placeholder_uid(&bed);
     let mut stuck = bed.pods[&uid].clone();
     stuck.placeholder.as_mut().unwrap().cant_be_resized = true;
     bed.set(stuck);

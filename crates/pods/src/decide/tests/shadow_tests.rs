@@ -181,11 +181,13 @@ fn a_rank_whose_cores_are_used_twice_is_reported_after_two_seconds_until_that_is
     let mut bed = Bed::new(&[4, 4]);
     bed.submit_host_job(1, 4);
     bed.settle();
+    assert_eq!(bed.decide().report.accounts.overlapping_on, None, "not known yet");
+    bed.pass(2 * SECOND);
     bed.create([foreign("web", 2500)]);
     bed.settle();
     let reported = |bed: &mut Bed| {
         let accounts = bed.decide().report.accounts;
-        (accounts.overlapping_on.to_string(), accounts.overlaps, accounts.longest_overlap)
+        (accounts.overlapping_on.unwrap().to_string(), accounts.overlaps, accounts.longest_overlap)
     };
     assert_eq!(reported(&mut bed), (String::new(), 0, 0));
     bed.pass(2 * SECOND);
