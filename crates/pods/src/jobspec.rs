@@ -33,7 +33,7 @@ pub struct JobRequest {
     pub duration: u64,
     /// Where it may run.
     pub constraint: Constraint,
-    /// 1 to 31.
+    /// 1 to 31; 0 if an administrator holds the job (RFC 30).
     pub urgency: u8,
 }
 

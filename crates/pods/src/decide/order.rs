@@ -1,5 +1,5 @@
-//! Among gangs of one urgency, the one with the highest priority is first, and of these the one that came into the queue first, though a job that was submitted again is behind the
-//! others.
+//! Among gangs of one urgency, the one with the highest priority is first, and of these the one that came into the queue first, though a job that
+//! was submitted again is behind the others. A job whose urgency an administrator has changed (`flux job urgency`) stays where that puts it.
 
 use super::{
     queue::{QueuePlace, WaitingJob, may_change_at},
@@ -8,6 +8,7 @@ use super::{
 
 /// Submits again the jobs of gangs that came later than one behind them.
 pub(super) fn keep_order(round: &mut Round, mut queue: Vec<WaitingJob>) {
+    queue.retain(|queued| queued.job.urgency == queued.request.urgency);
     queue.sort_by_key(|queued| (queued.job.urgency, std::cmp::Reverse(queued.job.id)));
     let mut first: Option<(u8, QueuePlace)> = None;
     let mut again = Vec::new();

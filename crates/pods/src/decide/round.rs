@@ -214,9 +214,10 @@ impl<'a> Round<'a> {
         });
     }
 
-    /// Submits another job in the place of one, if that may be ended now.
+    /// Submits another job in the place of one, if that may be ended now. An administrator may have changed the urgency, so it stays.
     pub fn resubmit(&mut self, job: &Job, request: JobRequest) {
         if self.broker.queues != Queues::Offline {
+            let request = JobRequest { urgency: job.urgency, ..request };
             self.actions.push(Action::Resubmit { job: job.id, request: Box::new(request) });
         }
     }

@@ -14,6 +14,7 @@ mod shadow_tests;
 use bed::{BEGIN, Bed, FluxJob};
 use broker::job_id::JobId;
 use k8s_openapi::api::core::v1::Taint;
+use serde_json::json;
 
 use crate::{
     action::{Action, Reason},
@@ -265,6 +266,31 @@ fn the_older_gang_is_first_though_it_was_submitted_again() {
     bed.change("old0", |pod| pod.requests.cpu = 1001);
     bed.pass(6 * SECOND);
     assert_eq!(bed.shown_jobs(), ["default/urgent 1x1 waits", "default/old 2x2 waits", "default/young 2x1 waits"]);
+}
+
+#[test]
+fn a_job_keeps_the_urgency_that_an_administrator_has_given_it() {
+    let label = |bed: &mut Bed, rank| {
+        bed.seen.targets.get_mut(&rank).unwrap().labels.insert("gpu".into(), "yes".into());
+    };
+    for urgency in [0, 20] {
+        let mut bed = Bed::busy(&[1, 1]);
+        label(&mut bed, 0);
+        let mut old = pod("old", 1);
+        plan(&mut old).rules.selector.insert("gpu".into(), "yes".into());
+        bed.create([old]);
+        bed.pass(10 * SECOND);
+        bed.create([pod("young", 1)]);
+        bed.settle();
+        for id in [JobId(2), JobId(3)] {
+            bed.jobs.get_mut(&id).unwrap().urgency = urgency;
+            bed.show_job(id, json!([{"name": "urgency", "urgency": urgency}]), None, None, 0);
+        }
+        label(&mut bed, 1);
+        bed.pass(60 * SECOND);
+        assert_eq!(bed.shown_jobs(), ["default/young 1x1 waits", "default/old 1x1 waits"], "not asked for again");
+        assert!(bed.jobs.values().skip(1).all(|job| job.urgency == urgency));
+    }
 }
 
 #[test]
