@@ -244,6 +244,9 @@ fn kube_job(job: &Job) -> KubeJob {
     let (spec, status) = (job.spec.as_ref(), job.status.as_ref());
     let count = |number: Option<i32>| number.and_then(|number| u32::try_from(number).ok());
     let annotation = job.annotations().get(ANNOTATION_SUSPENDED);
+    let is_suspended = spec.and_then(|spec| spec.suspend) == Some(true);
+    // A Job that has been suspended may keep it until it is resumed.
+    let began = status.and_then(|status| status.start_time.as_ref()).filter(|_| !is_suspended);
     KubeJob {
         namespace: job.namespace().unwrap_or_default(),
         name: job.name_any(),
@@ -254,9 +257,9 @@ fn kube_job(job: &Job) -> KubeJob {
         parallelism: count(spec.and_then(|spec| spec.parallelism)).unwrap_or(1),
         succeeded: count(status.and_then(|status| status.succeeded)).unwrap_or(0),
         seconds: spec.and_then(|spec| spec.active_deadline_seconds).and_then(|seconds| u64::try_from(seconds).ok()),
-        is_suspended: spec.and_then(|spec| spec.suspend) == Some(true),
+        is_suspended,
         suspended_for: annotation.and_then(|word| SuspendReason::read(word)),
-        created: job.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_millisecond()),
+        began: began.map(|time| time.0.as_millisecond()),
         joins_job_set: joins_job_set(job),
         job_set: of_job_set(job),
     }
@@ -350,6 +353,16 @@ mod tests {
         ] {
             assert_eq!(watched.take(change, NOW), expected, "{what}");
         }
+    }
+
+    #[test]
+    fn a_job_has_begun_once_it_has_a_start_time_and_is_not_suspended() {
+        for (suspend, expected) in [(false, Some(1000)), (true, None)] {
+            let job =
+                json!({"spec": {"suspend": suspend, "template": {}}, "status": {"startTime": "1970-01-01T00:00:01Z"}});
+            assert_eq!(kube_job(&object(job)).began, expected, "suspend: {suspend}");
+        }
+        assert_eq!(kube_job(&Job::default()).began, None);
     }
 
     #[test]

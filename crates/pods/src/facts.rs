@@ -55,8 +55,8 @@ pub struct KubeJob {
     pub is_suspended: bool,
     /// [`ANNOTATION_SUSPENDED`].
     pub suspended_for: Option<SuspendReason>,
-    /// metadata.creationTimestamp
-    pub created: Moment,
+    /// status.startTime: when its pods were first wanted, or last after it was suspended. None while it is suspended.
+    pub began: Option<Moment>,
     /// Its pods are for Flux, and belong to no gang by annotations or labels of their own.
     pub joins_job_set: bool,
     /// The JobSet that owns it.
@@ -76,9 +76,9 @@ pub struct OfJobSet {
     pub jobs: u32,
 }
 
-/// A JobSet that starts its Jobs at once has made all of them within this time. One that starts them in some order makes the next one only when
-/// the one before runs, so its Jobs can be no gang.
-pub const MADE_AT_ONCE: Millis = 10 * SECOND;
+/// A JobSet that starts its Jobs at once has begun all of them within this time. One that starts them in some order makes or resumes the next one
+/// only when the one before runs, so its Jobs can be no gang.
+pub const BEGUN_AT_ONCE: Millis = 10 * SECOND;
 
 /// Namespace, uid and attempt of a JobSet.
 pub type JobSetId = (String, String, String);
@@ -86,10 +86,10 @@ pub type JobSetId = (String, String, String);
 /// What the Jobs of a JobSet need together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct JobSet {
-    /// How many of its Jobs there are.
-    pub jobs: u32,
-    /// When the first and the last of them were created.
-    pub created: (Moment, Moment),
+    /// How many of its Jobs have begun.
+    pub begun: u32,
+    /// When the first and the last of these did; None if none has.
+    pub between: Option<(Moment, Moment)>,
     /// The number of pods that they still need; None if one of them does not run all its pods at once, so that they are no gang.
     pub needed: Option<u32>,
 }
@@ -99,9 +99,11 @@ pub fn job_sets<'a>(jobs: impl IntoIterator<Item = &'a KubeJob>) -> BTreeMap<Job
     let mut sets: BTreeMap<JobSetId, JobSet> = BTreeMap::new();
     for job in jobs {
         let Some(id) = job.job_set_id() else { continue };
-        let set = sets.entry(id).or_insert(JobSet { jobs: 0, created: (job.created, job.created), needed: Some(0) });
-        set.jobs = set.jobs.saturating_add(1);
-        set.created = (set.created.0.min(job.created), set.created.1.max(job.created));
+        let set = sets.entry(id).or_insert(JobSet { begun: 0, between: None, needed: Some(0) });
+        if let Some(began) = job.began {
+            set.begun = set.begun.saturating_add(1);
+            set.between = Some(set.between.map_or((began, began), |(first, last)| (first.min(began), last.max(began))));
+        }
         if job.joins_job_set {
             set.needed = set.needed.zip(job.pods_at_once()).map(|(sum, needed)| sum.saturating_add(needed));
         }

@@ -70,6 +70,7 @@ pub(crate) fn kube_job(name: &str, size: u32) -> KubeJob {
         is_indexed: true,
         completions: Some(size),
         parallelism: size,
+        began: Some(0),
         ..KubeJob::default()
     }
 }

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
-    facts::{Facts, KubeJob, MADE_AT_ONCE, VolumeClaim},
+    facts::{BEGUN_AT_ONCE, Facts, KubeJob, VolumeClaim},
     pod::PodView,
     record::{GangId, GangKind, is_label_like},
     time::Moment,
@@ -71,13 +71,13 @@ pub enum Problem {
         /// The gang.
         gang: GangId,
     },
-    /// Not all Jobs of a JobSet are there, or not yet.
-    #[error("{exist} of {jobs} Jobs of JobSet {name} exist", name = .gang.name)]
+    /// Not all Jobs of a JobSet have begun, or not yet.
+    #[error("{begun} of {jobs} Jobs of JobSet {name} have begun", name = .gang.name)]
     JobsMissing {
         /// The gang.
         gang: GangId,
-        /// How many there are.
-        exist: u32,
+        /// How many have.
+        begun: u32,
         /// How many there are to be.
         jobs: u32,
         /// Until when they are waited for.
@@ -320,7 +320,7 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts, now: Moment) -> (
     }
 }
 
-/// The gang that all Jobs of a JobSet are, if `job` is one of them, they were made at once, and each runs all its pods at once. One pod alone is
+/// The gang that all Jobs of a JobSet are, if `job` is one of them, they began at once, and each runs all its pods at once. One pod alone is
 /// none.
 fn of_job_set(
     job: &KubeJob,
@@ -330,9 +330,11 @@ fn of_job_set(
 ) -> Option<(GangId, Result<u32, Problem>)> {
     let (of, set) = (job.job_set.as_ref().filter(|_| job.joins_job_set)?, facts.job_sets.get(&job.job_set_id()?)?);
     let needed = set.needed?;
-    let is_whole = set.jobs >= of.jobs;
-    let last = if is_whole { set.created.1 } else { now };
-    if last.saturating_sub(set.created.0) > MADE_AT_ONCE {
+    let is_whole = set.begun >= of.jobs;
+    // A pod may be seen before its Job says when it began.
+    let (first, last) = set.between.unwrap_or((now, now));
+    let last = if is_whole { last } else { now };
+    if last.saturating_sub(first) > BEGUN_AT_ONCE {
         return None;
     }
     if !is_label_like(&of.name) || !is_label_like(&of.uid) || !is_label_like(&of.attempt) || (of.jobs, needed) == (1, 1)
@@ -344,9 +346,9 @@ fn of_job_set(
     let size = match is_whole {
         false => Err(Problem::JobsMissing {
             gang: gang.clone(),
-            exist: set.jobs,
+            begun: set.begun,
             jobs: of.jobs,
-            until: set.created.0.saturating_add(MADE_AT_ONCE + 1),
+            until: first.saturating_add(BEGUN_AT_ONCE + 1),
         }),
         true => Ok(needed.max(1)),
     };

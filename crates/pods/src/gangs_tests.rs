@@ -1,19 +1,26 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    facts::{Facts, KubeJob, OfJobSet, VolumeClaim, job_sets},
+    facts::{BEGUN_AT_ONCE, Facts, KubeJob, OfJobSet, VolumeClaim, job_sets},
     fixture::{annotated, bound, kube_job, of_job, plan, pod},
     gangs::{Gang, Known, Problem, gangs},
     pod::{Phase, PodView},
     record::{GangId, GangKind},
+    time::Moment,
     unsupported::Unsupported,
 };
 
 static NONE: BTreeSet<String> = BTreeSet::new();
 
-fn found<'a>(pods: &'a [PodView], facts: &'a Facts, listed: &'a BTreeMap<&'a str, &'a GangId>) -> Vec<Gang<'a>> {
+type Listed<'a> = BTreeMap<&'a str, &'a GangId>;
+
+fn found<'a>(pods: &'a [PodView], facts: &'a Facts, listed: &'a Listed<'a>) -> Vec<Gang<'a>> {
+    found_at(pods, facts, listed, 0)
+}
+
+fn found_at<'a>(pods: &'a [PodView], facts: &'a Facts, listed: &'a Listed<'a>, now: Moment) -> Vec<Gang<'a>> {
     let namespaces = Box::leak(Box::new(BTreeSet::from(["default".to_owned()])));
-    gangs(pods, Known { facts, namespaces, doubtful: &NONE, max_gang: 10, listed }, 0)
+    gangs(pods, Known { facts, namespaces, doubtful: &NONE, max_gang: 10, listed }, now)
 }
 
 /// Kind, name, number of pods and size of each gang.
@@ -309,13 +316,20 @@ fn a_job_set_whose_jobs_run_all_their_pods_at_once_is_one_gang() {
     assert_eq!(problem(&pods[..3], &facts).unwrap().to_string(), "3 of 4 pods of gang default/set exist");
 
     let (missing, _) = job_set(3);
-    assert_eq!(problem(&pods, &missing).unwrap().to_string(), "2 of 3 Jobs of JobSet set exist");
+    assert_eq!(problem(&pods, &missing).unwrap().to_string(), "2 of 3 Jobs of JobSet set have begun");
 
     let mut later = facts.clone();
-    later.jobs.get_mut("uid-workers").unwrap().created = 11_000;
+    later.jobs.get_mut("uid-workers").unwrap().began = Some(11_000);
     later.job_sets = job_sets(later.jobs.values());
     let kinds: Vec<_> = shown(&pods, &later).into_iter().map(|(kind, ..)| kind).collect();
     assert_eq!(kinds, [GangKind::Job, GangKind::Pod], "one that starts its Jobs in order");
+
+    // Kueue has it created suspended, so that all Jobs are there from the beginning.
+    later.jobs.get_mut("uid-workers").unwrap().began = None;
+    later.job_sets = job_sets(later.jobs.values());
+    assert_eq!(problem(&pods[..1], &later).unwrap().to_string(), "1 of 2 Jobs of JobSet set have begun");
+    let driver = &found_at(&pods[..1], &later, const { &BTreeMap::new() }, BEGUN_AT_ONCE + 1)[0];
+    assert_eq!(driver.id.kind, GangKind::Pod, "the next one is resumed when this one runs");
 
     let mut others = facts.clone();
     others.jobs.get_mut("uid-driver").unwrap().joins_job_set = false;
