@@ -459,7 +459,9 @@ mod tests {
         };
         for (job, expected) in [
             (job(true, Some(SuspendReason::Incomplete)), &["jobs", "pods"][..]),
-            (job(false, Some(SuspendReason::Incomplete)), &["pods"]),
+            (job(true, Some(SuspendReason::Preempted)), &["jobs", "pods"]),
+            (job(false, Some(SuspendReason::Incomplete)), &["jobs", "pods"]),
+            (job(false, Some(SuspendReason::Canceled)), &["jobs", "pods"]),
             (job(true, Some(SuspendReason::Canceled)), &["pods"]),
             (job(true, None), &["pods"]),
         ] {

@@ -206,7 +206,7 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
             victims.iter().flat_map(|victim| &victim.pods).all(|pod| is_going(pod, pods))
         }
         Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),
-        Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_suspended),
+        Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_to_be_resumed()),
         Action::Placeholder(PlaceholderStep::Make { node, .. }) => {
             pods.by_uid.values().any(|pod| pod.placeholder.is_some() && pod.name == *node)
         }
@@ -222,7 +222,11 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
 #[cfg(test)]
 mod tests {
     use kube::core::Status;
-    use pods::{action::KubeJobRef, facts::KubeJob};
+    use pods::{
+        action::KubeJobRef,
+        facts::{KubeJob, SuspendReason},
+        record::GangKind,
+    };
     use serde_json::json;
 
     use super::*;
@@ -238,7 +242,8 @@ mod tests {
         ] {
             let pause = Duration::from_secs(seconds);
             let job = KubeJobRef { namespace: "default".into(), name: "train".into(), uid: "u".into() };
-            let suspended = KubeJob { is_suspended: true, ..KubeJob::default() };
+            let suspended_for = Some(SuspendReason::Incomplete);
+            let suspended = KubeJob { is_suspended: true, suspended_for, ..KubeJob::default() };
             let facts = Facts { jobs: [("u".to_owned(), suspended)].into(), ..Facts::default() };
             let begin = Instant::now();
             let is_left_alone = |after| {

@@ -119,6 +119,8 @@ pub const ANNOTATION_SUSPENDED: &str = "distribute.flux-framework.org/suspended"
 pub enum SuspendReason {
     /// Its gang could not be completed. It is resumed once its pods are gone.
     Incomplete,
+    /// Its gang made way for another one. It is resumed once its pods are gone.
+    Preempted,
     /// Somebody has cancelled its Flux job. It stays suspended until somebody resumes it.
     Canceled,
 }
@@ -128,20 +130,32 @@ impl SuspendReason {
     pub fn word(self) -> &'static str {
         match self {
             Self::Incomplete => "Incomplete",
+            Self::Preempted => "Preempted",
             Self::Canceled => "Canceled",
         }
     }
 
     /// Reads the annotation's value.
     pub fn read(word: &str) -> Option<Self> {
-        [Self::Incomplete, Self::Canceled].into_iter().find(|reason| reason.word() == word)
+        [Self::Incomplete, Self::Preempted, Self::Canceled].into_iter().find(|reason| reason.word() == word)
     }
 }
 
 impl KubeJob {
-    /// The bridge has suspended it so that its gang begins again, and is to resume it.
+    /// The bridge has suspended it so that its gang begins again, and is to resume it. Or somebody else has resumed it, and the annotation
+    /// must go: otherwise the bridge would resume the Job when that person suspends it again.
     pub fn is_to_be_resumed(&self) -> bool {
-        self.is_suspended && self.suspended_for == Some(SuspendReason::Incomplete)
+        match self.suspended_for {
+            Some(SuspendReason::Incomplete | SuspendReason::Preempted) => true,
+            Some(SuspendReason::Canceled) => !self.is_suspended,
+            None => false,
+        }
+    }
+
+    /// The number of pods that the Job runs at a time by now.
+    pub fn pods_at_a_time(&self) -> u32 {
+        let left = self.completions.map(|completions| completions.saturating_sub(self.succeeded));
+        self.parallelism.min(left.unwrap_or(u32::MAX))
     }
 
     /// The number of pods that the Job still needs, if they are a gang: an Indexed Job that runs all of them at once.

@@ -1,4 +1,5 @@
-//! `flux cancel` of a gang's job evicts its gang.
+//! `flux cancel` of a gang's job evicts its gang, or suspends its Job. Not that of a JobSet, which resumes its Jobs, and counts evicted pods as
+//! failures: its pods get their cores again.
 //!
 //! A broker that stops cancels every running job, and a stop must never touch a pod. So a cancel counts only if the broker
 //! was in state run when it came, and is still in that life of state run a moment later.
@@ -20,6 +21,9 @@ const SETTLED_AFTER: Millis = 2 * SECOND;
 /// Evicts the pods of `gang` if somebody has cancelled one of its jobs. Returns true while there are pods that are to go: no
 /// job is submitted for those.
 pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &GangJob)]) -> bool {
+    if gang.id.kind == GangKind::JobSet || gang.job.is_some_and(|job| job.job_set.is_some()) {
+        return false;
+    }
     let in_run_since = round.broker.in_run_since.unwrap_or(Moment::MAX);
     // If the gang has begun again, its old job may be left, for a pod that its dead node never ends. Whoever cancels that wants its cores.
     let is_of_a_member = |job: &Job, gang_job: &GangJob| {
@@ -64,7 +68,7 @@ pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &GangJob)]) -
     true
 }
 
-/// The gang is all that the Job runs. One of several single pods of a Job is evicted by itself.
+/// The gang is all that the Job runs.
 pub(super) fn is_whole_job(gang: &Gang, job: &KubeJob) -> bool {
-    gang.id.kind != GangKind::Pod || job.parallelism <= 1
+    gang.size >= job.pods_at_a_time()
 }

@@ -36,7 +36,7 @@ pub(super) fn suspend_if_stuck(round: &mut Round, memory: &mut Memory, gang: &Ga
     }
 }
 
-/// Resumes the Jobs that [`suspend_if_stuck`] has suspended, once the bridge waits for none of their pods.
+/// Resumes the Jobs that the bridge has suspended so that they begin again, once it waits for none of their pods.
 pub(super) fn resume(round: &mut Round) {
     let jobs = round.world.facts.jobs.values().filter(|job| job.is_to_be_resumed());
     for job in jobs.filter(|job| round.world.namespaces.contains(&job.namespace)) {
@@ -49,9 +49,12 @@ pub(super) fn resume(round: &mut Round) {
     }
 }
 
-/// Until when the bridge waits for the pods of `job`; `Moment::MAX` if one is not being deleted yet, 0 if there is none. By default,
-/// Kubernetes' Job controller, too, replaces a pod that its node does not end.
+/// Until when the bridge waits for the pods of `job`; `Moment::MAX` if one is not being deleted yet, 0 if there is none, or somebody has
+/// resumed the Job. By default, Kubernetes' Job controller, too, replaces a pod that its node does not end.
 fn waits_for_pods_until(round: &Round, job: &KubeJob) -> Moment {
+    if !job.is_suspended {
+        return 0;
+    }
     let gangs =
         round.gangs.iter().map(|(gang, _)| gang).filter(|gang| gang.job.is_some_and(|other| other.uid == job.uid));
     let patience = round.world.settings.complete_after;

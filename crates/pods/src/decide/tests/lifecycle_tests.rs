@@ -5,7 +5,8 @@ use broker::job_id::JobId;
 use super::{again, bed::Bed, gang, with_job};
 use crate::{
     action::{Action, Reason},
-    facts::SuspendReason,
+    facts::{KubeJob, OfJobSet, SuspendReason, job_sets},
+    fixture::{kube_job, of_job},
     pod::{Phase, PodView},
     time::SECOND,
 };
@@ -163,6 +164,53 @@ fn a_cancel_of_a_jobs_gang_suspends_the_job() {
     ["train-0", "train-1"].into_iter().for_each(|name| bed.vanish(name));
     bed.pass_long();
     assert!(bed.seen.facts.jobs["uid-train"].is_suspended, "a person has to resume it");
+}
+
+#[test]
+fn a_cancel_of_a_gang_that_is_a_part_of_a_job_evicts_its_pods() {
+    let mut bed = Bed::new(&[2]);
+    let job = KubeJob { completions: None, ..kube_job("train", 5) };
+    bed.seen.facts.jobs.insert(job.uid.clone(), job);
+    let hints = gang("g", 2)[0].hints.clone();
+    bed.create((0..2).map(|index| PodView { hints: hints.clone(), ..of_job("train", index) }));
+    bed.settle();
+    bed.cancel(JobId(1), "");
+    bed.pass(2 * SECOND);
+    assert_eq!(suspended(&bed), None);
+    assert!(bed.pods.values().all(PodView::is_deleting));
+}
+
+/// Its controller would resume the Job, and count evicted pods as failures.
+#[test]
+fn a_cancel_of_a_job_sets_job_leaves_its_pods_alone() {
+    for is_gang in [true, false] {
+        let mut bed = Bed::new(&[2]);
+        let of = OfJobSet { name: "set".into(), uid: "uid-set".into(), attempt: "0".into(), jobs: 1 };
+        let job = KubeJob { job_set: Some(of), joins_job_set: is_gang, ..kube_job("train", 2) };
+        bed.seen.facts.job_sets = job_sets([&job]);
+        bed.seen.facts.jobs.insert(job.uid.clone(), job);
+        bed.create((0..2).map(|index| of_job("train", index)));
+        bed.settle();
+        bed.run_all();
+        bed.cancel(JobId(1), "");
+        bed.pass(10 * SECOND);
+        assert_eq!(suspended(&bed), None);
+        assert!(bed.pods.values().all(PodView::stays));
+        assert_eq!(bed.held(0), (2, 2), "they have their cores again");
+    }
+}
+
+#[test]
+fn a_job_that_somebody_else_resumes_loses_our_annotation() {
+    let mut bed = Bed::new(&[2]);
+    with_job(&mut bed, "train", 2);
+    bed.settle();
+    bed.seen.facts.jobs.get_mut("uid-train").unwrap().suspended_for = Some(SuspendReason::Incomplete);
+    bed.settle();
+    assert_eq!(suspended(&bed), None);
+    bed.seen.facts.jobs.get_mut("uid-train").unwrap().is_suspended = true;
+    bed.pass(600 * SECOND);
+    assert!(bed.seen.facts.jobs["uid-train"].is_suspended, "that person suspends it again");
 }
 
 #[test]
