@@ -243,5 +243,6 @@ async fn evictions_keep_the_grace_period(token: &Client, uid: String) {
     for options in [json!({"gracePeriodSeconds": 0}), json!({"propagationPolicy": "Foreground"})] {
         assert_eq!(refused(evict(options.clone()).await, "waits").0, 403, "{options}");
     }
+    evict(json!({ "preconditions": { "uid": uid }, "dryRun": ["All"] })).await.unwrap();
     evict(json!({ "preconditions": { "uid": uid } })).await.unwrap();
 }

@@ -137,8 +137,9 @@ pub fn bridge_to(
     for (entry, uid) in roster.ranks.values_mut().zip(uids) {
         entry.member.as_mut().unwrap().uid.clone_from(uid);
     }
-    let (sender, told) =
-        watch::channel(Told { roster: Arc::new(roster), is_closing: false, settings, nodes: api::Nodes::default() });
+    let available = roster.ranks.keys().copied().collect();
+    let (roster, nodes) = (Arc::new(roster), api::Nodes::default());
+    let (sender, told) = watch::channel(Told { roster, is_closing: false, settings, nodes, available });
     let connect = move || -> BoxFuture<'static, _> {
         let socket = socket.clone();
         Box::pin(async move { broker::rfc3::Client::connect(&socket).await })

@@ -1,22 +1,18 @@
 //! Carries out one action.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::sync::Arc;
 
 use k8s_openapi::{
     api::{
         batch::v1::Job,
         core::v1::{Binding as KubeBinding, ObjectReference, Pod},
-        policy::v1::{Eviction, PodDisruptionBudget},
+        policy::v1::Eviction,
     },
     apimachinery::pkg::apis::meta::v1::{DeleteOptions, Preconditions},
 };
 use kube::{
-    Api, Client, ResourceExt,
-    api::{ListParams, ObjectMeta, Patch, PostParams},
-    core::Selector,
+    Api, Client,
+    api::{ObjectMeta, Patch, PatchParams, PostParams},
 };
 use serde_json::{Value, json};
 use tracing::{info, warn};
@@ -30,7 +26,7 @@ use broker::{
 };
 use cluster::{ApiError, call, gone_is_fine, patch_params};
 use pods::{
-    action::{Action, Binding, KubeJobRef, PodRef, ShadowStep, Victim},
+    action::{Action, Binding, KubeJobRef, PodRef, ShadowStep},
     facts::{ANNOTATION_SUSPENDED, SuspendReason},
     jobs::OUR_NOTE,
     jobspec::USED_CORES_URGENCY,
@@ -72,9 +68,11 @@ impl Tools {
                 }
             }
             Action::Evict { pods, .. } => self.evict_all(pods).await,
-            Action::Preempt { victims, .. } => self.preempt(victims).await,
-            Action::SuspendJob { job, reason, .. } => by_api_server(self.set_suspended(job, Some(*reason)).await),
-            Action::ResumeJob(job) => by_api_server(self.set_suspended(job, None).await),
+            Action::Preempt { gang, victims } => self.preempt(gang, victims).await,
+            Action::SuspendJob { job, reason, .. } => {
+                by_api_server(self.set_suspended(job, Some(*reason), false).await)
+            }
+            Action::ResumeJob(job) => by_api_server(self.set_suspended(job, None, false).await),
             Action::Shadow(step) => self.shadow(step).await,
             Action::Placeholder(step) => placeholders::carry_out(&self.client, &self.image, step).await,
             Action::StopQueues(reason) => by_queues(queues::stop(&self.broker, reason).await),
@@ -147,7 +145,7 @@ impl Tools {
     async fn evict_all(&self, pods: &[PodRef]) -> Outcome {
         let mut outcome = Outcome::Done(None);
         for pod in pods {
-            outcome = match by_api_server(self.evict(pod).await) {
+            outcome = match by_api_server(self.evict(pod, false).await) {
                 Outcome::Done(_) => outcome,
                 other => other,
             };
@@ -155,57 +153,11 @@ impl Tools {
         outcome
     }
 
-    /// Checks all first: half a gang must not go, nor one in vain.
-    async fn preempt(&self, victims: &[Victim]) -> Outcome {
-        let mut by_namespace: BTreeMap<&str, Vec<&PodRef>> = BTreeMap::new();
-        for pod in victims.iter().flat_map(|victim| &victim.pods) {
-            by_namespace.entry(&pod.namespace).or_default().push(pod);
-        }
-        for (namespace, pods) in by_namespace {
-            match self.protected(namespace, &pods).await {
-                Err(error) => return by_api_server(Err(error)),
-                Ok(Some(budget)) => return Outcome::Refused(format!("PodDisruptionBudget {budget} protects others")),
-                Ok(None) => {}
-            }
-        }
-        let mut outcome = Outcome::Done(None);
-        for victim in victims {
-            let gone = match &victim.job {
-                Some(job) => by_api_server(self.set_suspended(job, Some(SuspendReason::Incomplete)).await),
-                None => self.evict_all(&victim.pods).await,
-            };
-            if !matches!(gone, Outcome::Done(_)) {
-                outcome = gone;
-            }
-        }
-        outcome
-    }
-
-    /// A PodDisruptionBudget that permits fewer disruptions than it has of `pods`, or another one of a pod that has one: the API server evicts no
-    /// pod with two. A dry run of each eviction would not tell, because each by itself may be permitted. None if all may go.
-    async fn protected(&self, namespace: &str, pods: &[&PodRef]) -> Result<Option<String>, ApiError> {
-        let budgets: Api<PodDisruptionBudget> = Api::namespaced(self.client.clone(), namespace);
-        let selected: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
-        let found = call("list PodDisruptionBudgets", budgets.list(&ListParams::default())).await?;
-        let mut covered = BTreeSet::new();
-        for budget in found {
-            let Some(selector) = budget.spec.as_ref().and_then(|spec| spec.selector.clone()) else { continue };
-            let name = budget.name_any();
-            // One that can't be read may protect them.
-            let Ok(selector) = Selector::try_from(selector) else { return Ok(Some(name)) };
-            let parameters = ListParams::default().labels_from(&selector);
-            let of_budget = call("list the pods of a PodDisruptionBudget", selected.list_metadata(&parameters)).await?;
-            let uids: BTreeSet<_> = of_budget.iter().filter_map(ResourceExt::uid).collect();
-            let disrupted: Vec<_> = pods.iter().filter(|pod| uids.contains(&pod.uid)).collect();
-            let permitted = budget.status.map_or(0, |status| usize::try_from(status.disruptions_allowed).unwrap_or(0));
-            if disrupted.len() > permitted || disrupted.iter().any(|pod| !covered.insert(pod.uid.as_str())) {
-                return Ok(Some(name));
-            }
-        }
-        Ok(None)
-    }
-
-    async fn evict(&self, pod: &PodRef) -> Result<(), ApiError> {
+    /// Evicts the pod, unless that is only a dry run.
+    ///
+    /// # Errors
+    /// The API server's; a pod that is gone is no error.
+    pub(crate) async fn evict(&self, pod: &PodRef, dry_run: bool) -> Result<(), ApiError> {
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
         let preconditions = Some(Preconditions { uid: Some(pod.uid.clone()), resource_version: None });
         // kube's own `evict` sends the options under a name that no API server knows, so the precondition would be lost.
@@ -213,20 +165,30 @@ impl Tools {
             metadata: ObjectMeta { name: Some(pod.name.clone()), ..ObjectMeta::default() },
             delete_options: Some(DeleteOptions { preconditions, ..DeleteOptions::default() }),
         };
-        let parameters = PostParams::default();
+        // The API server copies it into the delete options.
+        let parameters = PostParams { dry_run, ..PostParams::default() };
         let evicted = pods.create_subresource::<Eviction, Value>("eviction", &pod.name, &parameters, &eviction);
         gone_is_fine(call(format!("evict pod {}/{}", pod.namespace, pod.name), evicted).await)
     }
 
-    /// Suspends the Job for this reason; None resumes it.
-    async fn set_suspended(&self, job: &KubeJobRef, reason: Option<SuspendReason>) -> Result<(), ApiError> {
+    /// Suspends the Job for this reason, unless that is only a dry run; None resumes it.
+    ///
+    /// # Errors
+    /// The API server's; a Job that is gone is no error.
+    pub(crate) async fn set_suspended(
+        &self,
+        job: &KubeJobRef,
+        reason: Option<SuspendReason>,
+        dry_run: bool,
+    ) -> Result<(), ApiError> {
         let jobs: Api<Job> = Api::namespaced(self.client.clone(), &job.namespace);
         let annotations = json!({ ANNOTATION_SUSPENDED: reason.map(SuspendReason::word) });
         // The API server answers 409 if the object has another uid.
         let metadata = json!({ "uid": job.uid, "annotations": annotations });
         let patch = json!({ "metadata": metadata, "spec": { "suspend": reason.is_some() } });
         let what = format!("suspend or resume Job {}/{}", job.namespace, job.name);
-        gone_is_fine(call(what, jobs.patch(&job.name, &patch_params(), &Patch::Merge(patch))).await)
+        let parameters = PatchParams { dry_run, ..patch_params() };
+        gone_is_fine(call(what, jobs.patch(&job.name, &parameters, &Patch::Merge(patch))).await)
     }
 }
 
@@ -250,7 +212,7 @@ fn by_queues<T>(answer: Result<T, queues::QueueError>) -> Outcome {
     }
 }
 
-fn by_api_server(answer: Result<(), ApiError>) -> Outcome {
+pub(crate) fn by_api_server(answer: Result<(), ApiError>) -> Outcome {
     match answer {
         Ok(()) => Outcome::Done(None),
         Err(error) => {

@@ -20,7 +20,7 @@ use pods::{
 };
 
 /// The events that say what becomes of a job.
-const EVENTS: [&str; 7] = ["submit", "urgency", "alloc", "finish", "exception", "free", "clean"];
+const EVENTS: [&str; 8] = ["submit", "depend", "urgency", "alloc", "finish", "exception", "free", "clean"];
 
 /// Limit for a note about the queues: the bridge has to renew its Lease.
 const NOTE_WITHIN: Duration = Duration::from_secs(3);

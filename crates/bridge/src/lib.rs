@@ -11,6 +11,7 @@ mod flux;
 mod lease;
 mod opted_in;
 mod placeholders;
+mod preempt;
 mod run;
 mod tell;
 mod under_way;
@@ -20,7 +21,10 @@ mod without_bridge;
 use std::sync::Arc;
 
 use api::{IdSet, Nodes, PodCounts, Roster};
-use broker::rfc3::{Client as Broker, RpcError};
+use broker::{
+    rfc3::{Client as Broker, RpcError},
+    status::InstanceStatus,
+};
 use futures::future::BoxFuture;
 use kube::Client;
 use pods::world::Settings;
@@ -43,6 +47,16 @@ pub struct Told {
     pub settings: Settings,
     /// `spec.nodes`, which says which nodes are Flux's alone.
     pub nodes: Nodes,
+    /// See [`available`].
+    pub available: IdSet,
+}
+
+/// The ranks that Flux gives jobs now, by what the lead's broker reports: those that are online, and neither drained nor slow to answer. None
+/// without a report.
+pub fn available(reported: Option<&InstanceStatus>) -> IdSet {
+    let Some(InstanceStatus { online, drained, torpid, .. }) = reported else { return IdSet::default() };
+    let is_down = |rank: u32| torpid.contains(rank) || drained.iter().any(|drained| drained.ranks.contains(rank));
+    online.0.iter().copied().filter(|rank| !is_down(*rank)).collect()
 }
 
 /// What the bridge tells the agent.
@@ -68,4 +82,25 @@ pub struct Bridge {
     pub identity: String,
     /// Where the bridge reports.
     pub report: watch::Sender<Reported>,
+}
+
+#[cfg(test)]
+mod tests {
+    use broker::status::Drained;
+
+    use super::*;
+
+    #[test]
+    fn ranks_that_are_offline_drained_or_slow_get_no_jobs() {
+        let set = |ranks: &str| ranks.parse::<IdSet>().unwrap();
+        let drained = Drained { ranks: set("1,4"), reason: String::new(), since: 0.0 };
+        let reported = InstanceStatus {
+            online: set("0-3"),
+            drained: vec![drained],
+            torpid: set("2"),
+            ..InstanceStatus::default()
+        };
+        assert_eq!(available(Some(&reported)), set("0,3"));
+        assert_eq!(available(None), IdSet::default());
+    }
 }

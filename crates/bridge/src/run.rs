@@ -323,11 +323,13 @@ impl Kubernetes {
             pods: Some(pods),
             ranks: ranks(&told.roster.ranks, &targets),
             targets,
+            available: told.available,
             facts,
             namespaces,
             doubtful,
             refused: life.under_way.refused(),
             refused_ranks: life.under_way.refused_ranks(),
+            protected: life.under_way.protected(Instant::now()),
             under_way: life.under_way.actions(),
         };
         let may_decide = life.flux.is_whole && self.watched.is_listed && basis.lease_is_ours;

@@ -28,6 +28,8 @@ const AGAIN_AFTER: Duration = Duration::from_secs(1);
 const PLACEHOLDER_AGAIN_AFTER: Duration = Duration::from_secs(30);
 /// How long the status tells of a refusal: longer than [`PLACEHOLDER_AGAIN_AFTER`], so that the message stays.
 const TOLD_FOR: Duration = Duration::from_mins(1);
+/// How long a gang that the API server did not let go makes way for none: its PodDisruptionBudget rarely changes soon.
+const PROTECTED_FOR: Duration = Duration::from_hours(2);
 /// At most so many bindings at a time.
 const BINDINGS: usize = 8;
 /// At most so many other actions at a time.
@@ -42,6 +44,8 @@ pub(crate) enum Outcome {
     Failed,
     /// As [`Outcome::Failed`], and it would be refused again. With the words of who refused it.
     Refused(String),
+    /// Nothing makes way, or not all, because the API server does not let this gang go.
+    Protected(GangId),
     /// As [`Outcome::Failed`], and it must not be tried again for this long.
     Busy(Duration),
     /// It may have been done.
@@ -84,6 +88,7 @@ pub(crate) struct UnderWay {
     begun: Vec<Begun>,
     refused: BTreeMap<GangId, (String, Instant)>,
     refused_ranks: BTreeMap<Rank, Instant>,
+    protected: BTreeMap<GangId, Instant>,
     /// The last placeholder pod that was refused.
     refused_placeholder: Option<(String, Instant)>,
 }
@@ -112,6 +117,10 @@ impl UnderWay {
             Outcome::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
             Outcome::Busy(pause) => begun.progress = Progress::Paused(now + pause),
             Outcome::Failed => drop(self.begun.remove(at)),
+            Outcome::Protected(victim) => {
+                self.begun.remove(at);
+                self.protected.insert(victim, now);
+            }
             Outcome::Refused(words) => match (begun.action.paused_by_refusal().cloned(), &begun.action) {
                 (Some(gang), _) => {
                     self.begun.remove(at);
@@ -149,6 +158,12 @@ impl UnderWay {
         self.refused_ranks.keys().copied().collect()
     }
 
+    /// The gangs that the API server did not let go in the last two hours.
+    pub(crate) fn protected(&mut self, now: Instant) -> BTreeSet<GangId> {
+        self.protected.retain(|_, at| now < *at + PROTECTED_FOR);
+        self.protected.keys().cloned().collect()
+    }
+
     /// Why a placeholder pod was refused in the last minute.
     pub(crate) fn refused_placeholder(&self) -> Option<&str> {
         let (words, at) = self.refused_placeholder.as_ref()?;
@@ -163,7 +178,8 @@ impl UnderWay {
         });
         let refused = self.refused.values().map(|(_, at)| at).chain(self.refused_ranks.values());
         let refused = refused.map(|at| *at + Duration::from_millis(PAUSE.unsigned_abs()));
-        begun.chain(refused).min()
+        let protected = self.protected.values().map(|at| *at + PROTECTED_FOR);
+        begun.chain(refused).chain(protected).min()
     }
 
     /// Forgets the actions whose result shows, and those that may be tried again.
@@ -257,6 +273,36 @@ mod tests {
             };
             let just_before = pause.saturating_sub(Duration::from_millis(1));
             assert_eq!((is_left_alone(just_before), is_left_alone(pause)), (seconds > 0, false), "{answer:?}");
+        }
+    }
+
+    #[test]
+    fn a_gang_that_is_protected_is_left_alone_for_two_hours_and_the_one_that_waits_is_not_refused() {
+        let gang = |name: &str| GangId {
+            kind: GangKind::Annotated,
+            namespace: "default".into(),
+            name: name.into(),
+            uid: String::new(),
+        };
+        let mut under_way = UnderWay::default();
+        let begin = Instant::now();
+        let number = under_way.begin(Action::Preempt { gang: gang("waits"), victims: Vec::new() });
+        under_way.note_outcome(number, Outcome::Protected(gang("web")), begin);
+        assert!(under_way.actions().is_empty() && under_way.refused().is_empty());
+        let end = begin + Duration::from_hours(2);
+        assert_eq!(under_way.due(), Some(end));
+        assert_eq!(under_way.protected(end - Duration::from_secs(1)), [gang("web")].into());
+        assert!(under_way.protected(end).is_empty());
+    }
+
+    #[test]
+    fn a_job_that_is_resumed_keeps_no_annotation_of_ours() {
+        let job = KubeJobRef { namespace: "default".into(), name: "train".into(), uid: "u".into() };
+        for (suspended_for, expected) in [(Some(SuspendReason::Preempted), false), (None, true)] {
+            let resumed = KubeJob { suspended_for, ..KubeJob::default() };
+            let facts = Facts { jobs: [("u".to_owned(), resumed)].into(), ..Facts::default() };
+            let action = Action::ResumeJob(job.clone());
+            assert_eq!(shows(&action, None, &Jobs::of(0), &Pods::default(), &facts), expected);
         }
     }
 

@@ -55,8 +55,8 @@ pub enum Action {
         /// The pods.
         pods: Vec<PodRef>,
     },
-    /// Make gangs begin again, so that another one gets their cores: nothing of them goes unless all may (PodDisruptionBudget). The pods
-    /// show it.
+    /// Make gangs begin again, so that another one gets their cores: nothing of them goes unless the API server says first that all may
+    /// (PodDisruptionBudget). The pods show it, or [`crate::world::World::protected`] does.
     Preempt {
         /// The gang that gets their cores.
         gang: GangId,
@@ -72,7 +72,7 @@ pub enum Action {
         /// Why.
         reason: SuspendReason,
     },
-    /// Resume a Job that the bridge has suspended, and remove the annotation. The Job shows it.
+    /// Resume a Job for which [`KubeJob::is_to_be_resumed`], and remove the annotation. The Job shows it.
     ResumeJob(KubeJobRef),
     /// Change the shadow jobs of a rank. The journal shows it.
     Shadow(ShadowStep),
@@ -242,13 +242,15 @@ pub enum Reason {
     Padded,
     /// kubelet has refused it, or does not take it up.
     NotStarted,
+    /// Its gang makes way for another one.
+    Preempted,
 }
 
 impl Reason {
     /// True if the bridge also writes condition PodScheduled=False with this reason; an Event it always publishes. A bound pod keeps
     /// PodScheduled=True, and in a namespace that has not opted in, the bridge can write no condition.
     pub fn is_condition(self) -> bool {
-        !matches!(self, Self::NotOptedIn | Self::Padded | Self::NotStarted)
+        !matches!(self, Self::NotOptedIn | Self::Padded | Self::NotStarted | Self::Preempted)
     }
 
     /// The word in Kubernetes.
@@ -261,6 +263,7 @@ impl Reason {
             Self::NotOptedIn => "NotOptedIn",
             Self::Padded => "Padded",
             Self::NotStarted => "NotStarted",
+            Self::Preempted => "Preempted",
         }
     }
 }
@@ -272,9 +275,10 @@ impl Action {
         match self {
             Self::Submit(request) | Self::Resubmit { request, .. } => Some(&request.record.gang),
             Self::Bind(binding) => Some(&binding.gang),
-            Self::Evict { gang, .. } | Self::Preempt { gang, .. } | Self::SuspendJob { gang, .. } => Some(gang),
+            Self::Evict { gang, .. } | Self::SuspendJob { gang, .. } => Some(gang),
             Self::Cancel { .. }
             | Self::Finish { .. }
+            | Self::Preempt { .. }
             | Self::Tell(_)
             | Self::ResumeJob(_)
             | Self::Shadow(_)
@@ -291,9 +295,9 @@ impl Action {
             Self::Cancel { gang, .. }
             | Self::Finish { gang, .. }
             | Self::Evict { gang, .. }
-            | Self::Preempt { gang, .. }
             | Self::SuspendJob { gang, .. } => Some(gang),
             Self::Bind(_)
+            | Self::Preempt { .. }
             | Self::Tell(_)
             | Self::ResumeJob(_)
             | Self::Shadow(_)

@@ -109,6 +109,8 @@ pub struct Job {
     pub urgency: u8,
     /// How far it is.
     pub state: JobState,
+    /// It may still wait for another job or a moment to begin (RFC 26): the scheduler does not know it yet.
+    depends: bool,
     /// Why it ends, and since when, unless the bridge has finished it.
     pub ended_by: Option<(Cause, Moment)>,
     /// When it ended.
@@ -142,6 +144,7 @@ impl Jobs {
                 submitted: 0,
                 urgency: 0,
                 state: JobState::Pending,
+                depends: true,
                 ended_by: None,
                 ended: None,
                 held: Vec::new(),
@@ -228,6 +231,11 @@ impl Job {
         matches!(self.state, JobState::Pending | JobState::Allocated(_))
     }
 
+    /// It waits for resources: nobody holds it (urgency 0), and it depends on nothing else.
+    pub fn is_waiting(&self) -> bool {
+        self.state == JobState::Pending && self.urgency > 0 && !self.depends
+    }
+
     /// Its slots, if it holds what it asked for.
     pub fn slots(&self) -> Option<&[Slot]> {
         match &self.state {
@@ -249,6 +257,8 @@ impl Job {
                 self.set_urgency(&event.context);
             }
             "urgency" => self.set_urgency(&event.context),
+            // All that it depended on has come.
+            "depend" => self.depends = false,
             "alloc" => {
                 let slots = self.read_r(events);
                 if let Err(error) = &slots {
@@ -389,6 +399,20 @@ mod tests {
     fn urgency_and_times_are_those_of_the_events() {
         let job = job(json!([{"name": "submit", "urgency": 16, "timestamp": 1.5}, {"name": "urgency", "urgency": 20}]));
         assert_eq!((job.submitted, job.urgency), (1500, 20));
+    }
+
+    #[test]
+    fn a_job_waits_for_resources_once_it_depends_on_nothing_and_is_not_held() {
+        let submit = json!({"name": "submit", "urgency": 16});
+        let depend = json!({"name": "depend"});
+        for (events, expected) in [
+            (json!([submit]), false),
+            (json!([submit, depend]), true),
+            (json!([submit, depend, {"name": "urgency", "urgency": 0}]), false),
+            (json!([submit, depend, {"name": "alloc"}]), false),
+        ] {
+            assert_eq!(job(events.clone()).is_waiting(), expected, "{events}");
+        }
     }
 
     #[test]

@@ -72,6 +72,8 @@ pub struct PodView {
     pub deferred: Size,
     /// spec.priority
     pub priority: i32,
+    /// spec.preemptionPolicy is Never: others do not make way for it.
+    pub never_preempts: bool,
     /// Only while it can still be bound.
     pub plan: Option<Box<Plan>>,
     /// metadata.ownerReferences, the controller.
@@ -235,6 +237,7 @@ impl PodView {
             requests: requests.unwrap_or_default(),
             deferred: Requests::deferred(pod).unwrap_or_default(),
             priority: spec.and_then(|spec| spec.priority).unwrap_or(0),
+            never_preempts: spec.and_then(|spec| spec.preemption_policy.as_deref()) == Some("Never"),
             record: annotation(ANNOTATION_JOB)
                 .filter(|_| is_bridged && node.is_some())
                 .and_then(|text| PodRecord::read(text)),

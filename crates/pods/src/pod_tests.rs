@@ -23,7 +23,7 @@ fn a_waiting_pod_is_parsed_with_its_plan() {
     let told = json!([{"type": "PodScheduled", "status": "False", "reason": "Queued", "message": "place 3"}]);
     let pod = view(json!({
         "metadata": {"ownerReferences": owners, "annotations": {"batch.kubernetes.io/job-completion-index": "4"}},
-        "spec": {"affinity": apart, "priority": 7, "activeDeadlineSeconds": 60, "schedulingGates": [{"name": "g"}],
+        "spec": {"affinity": apart, "priority": 7, "preemptionPolicy": "Never", "activeDeadlineSeconds": 60, "schedulingGates": [{"name": "g"}],
             "volumes": [{"name": "a", "persistentVolumeClaim": {"claimName": "data"}}, {"name": "b", "ephemeral": {}},
                 {"name": "c", "emptyDir": {}}]},
         "status": {"conditions": told},
@@ -32,6 +32,7 @@ fn a_waiting_pod_is_parsed_with_its_plan() {
         (pod.created, pod.index, pod.waits(), pod.is_ready_to_bind()),
         (1_767_225_601_000, Some(4), true, false)
     );
+    assert!(pod.never_preempts);
     assert_eq!(pod.owner.as_ref().map(|owner| owner.uid.as_str()), Some("j"));
     let plan = pod.plan.unwrap();
     assert_eq!((plan.spreads, pod.priority, plan.seconds, plan.is_gated), (Ok(true), 7, Some(60), true));

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use api::Rank;
+use api::{IdSet, Rank};
 use broker::queues::{Queue, STOPPED_BY_RESTART};
 
 use crate::{
@@ -36,6 +36,8 @@ pub struct World {
     /// The rank of each member by its Node's name, if jobs may run on it. Unlike in `targets`, the Node may be deleted or unreadable: its
     /// pods run on, perhaps until it is back, and keep their cores until the member loses its rank.
     pub ranks: BTreeMap<String, Rank>,
+    /// The ranks that Flux gives jobs now: they are online and not drained. Empty while that is not known.
+    pub available: IdSet,
     /// What the pods refer to.
     pub facts: Facts,
     /// Namespaces in which the bridge may bind, tell, evict and suspend.
@@ -48,6 +50,8 @@ pub struct World {
     pub refused: BTreeMap<GangId, String>,
     /// The ranks for which a shadow job was refused less than [`PAUSE`] ago.
     pub refused_ranks: BTreeSet<Rank>,
+    /// Gangs that the API server did not let go a while ago, so that they make way for none.
+    pub protected: BTreeSet<GangId>,
     /// Actions that were begun and whose result is not in this world yet.
     pub under_way: Vec<Action>,
 }

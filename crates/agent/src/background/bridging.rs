@@ -98,7 +98,8 @@ impl Bridging {
             Wanted::Bridge { roster, is_closing } => {
                 let settings = settings(&inputs.spec);
                 let nodes = inputs.spec.nodes.clone();
-                self.run_bridge(ops, Told { roster: Arc::clone(roster), is_closing, settings, nodes });
+                let available = bridge::available(inputs.broker.instance.as_ref());
+                self.run_bridge(ops, Told { roster: Arc::clone(roster), is_closing, settings, nodes, available });
             }
             Wanted::Cleanup { broker, starts_queues } => self.begin_cleanup(ops, broker, starts_queues),
         }

@@ -40,7 +40,7 @@ pub(super) fn complete<'a>(
     let jobs = holdings.jobs.iter().filter(|held| round.has_unseen(&held.gang_job.record));
     let unseen: BTreeSet<JobId> = jobs.map(|held| held.job.id).collect();
     for pod in gang.waiting() {
-        match free_slot(round, holdings, pod, &taken, &unseen) {
+        match free_slot(round, memory, holdings, pod, (&taken, &unseen)) {
             Choice::Slot(job, slot) => {
                 taken.insert((holdings.jobs[job].job.id, slot));
                 progress.needed.insert(holdings.jobs[job].job.id);
@@ -72,18 +72,21 @@ enum Choice<'a> {
 }
 
 /// The free slot for `pod`: the one that was meant for it, or for the pod in whose place it is, or else any. Not one of the
-/// jobs `unseen`, a pod of which may run though it does not exist.
+/// jobs `unseen`, a pod of which may run though it does not exist, and not one of a job that makes way.
 fn free_slot<'a>(
     round: &Round,
+    memory: &Memory,
     holdings: &Holdings<'a>,
     pod: &PodView,
-    taken: &BTreeSet<(JobId, &Slot)>,
-    unseen: &BTreeSet<JobId>,
+    (taken, unseen): (&BTreeSet<(JobId, &Slot)>, &BTreeSet<JobId>),
 ) -> Choice<'a> {
     let mut free = Vec::new();
     let mut held_back = None;
     for (index, held) in holdings.jobs.iter().enumerate() {
         let record = &held.gang_job.record;
+        if memory.preempt.made_way.contains(&held.job.id) {
+            continue;
+        }
         if (record.pinned.is_some() && !record.lists(&pod.uid)) || !is_large_enough((held.job, held.gang_job), pod) {
             continue;
         }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use api::{IdSet, Rank};
+use broker::job_id::JobId;
 
 use crate::{
     action::Reason,
@@ -29,15 +30,13 @@ pub struct Memory {
     pub(super) placeholders: BTreeMap<String, PlaceholderMemory>,
 }
 
-/// Which gangs were made to go for others.
+/// Which gangs were to make way for others.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct PreemptMemory {
-    /// How often others have gone for a gang that waits still, and when last.
+    /// How often others were to go for a gang that waits still, and when last.
     pub helped: BTreeMap<GangId, Helped>,
-    /// The last gang that others were to go for, and these.
-    pub last: Option<(GangId, Vec<GangId>)>,
-    /// Gangs that are left alone until then.
-    pub spared: BTreeMap<GangId, Moment>,
+    /// Jobs of gangs that make way. A controller may make their next pods at once, which must not get the cores.
+    pub made_way: BTreeSet<JobId>,
 }
 
 /// See [`PreemptMemory::helped`].

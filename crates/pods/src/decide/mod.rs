@@ -149,6 +149,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     let accounts = accounts::by_rank(round);
     let of_shadows = shadows::keep(round, &accounts);
     let accounts = accounts::report(round, &accounts, &mut memory.overlaps);
+    preempt::forget(round, &mut memory.preempt);
     let mut report = Report { standing: Standing::Serving, accounts, ..Report::default() };
     let mut queue = Vec::new();
     let places = words::places(round);

@@ -3,9 +3,14 @@
 //! These go as a whole: few of them, the lowest priority first, and the youngest of one priority. One gang is helped at a time, because what is
 //! freed for it shows only later.
 
-use std::{cmp::Reverse, collections::BTreeMap};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+    ops::RangeInclusive,
+};
 
 use api::Rank;
+use broker::job_id::JobId;
 
 use super::{
     cancels::is_whole_job,
@@ -27,112 +32,139 @@ use crate::{
     world::Queues,
 };
 
-/// After gangs were made to go for one that waits, no others are for this long, and twice as long each time: pods take time to end, and others
-/// may have been faster.
-const PAUSE: Millis = 60 * SECOND;
-/// Gangs of which the API server refused one are left alone for this long.
-const SPARED_FOR: Millis = 600 * SECOND;
-/// At most so many gangs that wait are looked at in one decision, of those that are due.
+/// After others were to make way for a gang, how long until more are, and twice as long each time, up to about an hour.
+const NEXT_AFTER: Millis = 15 * SECOND;
+/// A pod that is being deleted is waited for if it has no longer than this to end, or than `preemptAfter`, and this long beyond its end.
+const ENDS_SOON: Millis = 60 * SECOND;
+/// At most so many gangs that are due are looked at in one decision.
 const LOOKED_AT: usize = 16;
 
-/// A gang that may go, with the cores of each rank that it frees.
+/// Cores of each rank.
+type Cores = BTreeMap<Rank, u32>;
+
+/// A gang that may go.
 struct Candidate<'a> {
     gang: &'a Gang<'a>,
+    holdings: &'a Holdings<'a>,
     priority: i32,
     job: Option<&'a KubeJob>,
-    frees: BTreeMap<Rank, u32>,
+    frees: Cores,
+}
+
+/// Forgets the jobs that have ended, those of gangs that stay because their way was refused, and the gangs that wait no longer.
+pub(super) fn forget(round: &Round, memory: &mut PreemptMemory) {
+    memory.helped.retain(|id, _| round.gangs.iter().any(|(gang, _)| gang.id == *id && !gang.is_started()));
+    let stays = |held: &Held| held.slots.iter().any(|(_, pod)| pod.is_some_and(PodView::stays));
+    let held = round.gangs.iter().flat_map(|(_, holdings)| &holdings.jobs);
+    let staying: BTreeSet<JobId> = match is_under_way(round) {
+        true => BTreeSet::new(),
+        false => held.filter(|held| stays(held)).map(|held| held.job.id).collect(),
+    };
+    memory.made_way.retain(|id| !staying.contains(id) && round.jobs.get(*id).is_some_and(Job::is_active));
 }
 
 /// Makes gangs go for the first gang that has waited for long enough and that this helps.
 pub(super) fn preempt(round: &mut Round, memory: &mut PreemptMemory) {
     let Some(after) = round.world.settings.preempt_after else { return };
-    let now = round.now;
-    if let Some((gang, victims)) = &memory.last
-        && round.world.refused.contains_key(gang)
-    {
-        memory.spared.extend(victims.iter().map(|victim| (victim.clone(), now.saturating_add(SPARED_FOR))));
-        memory.last = None;
-    }
-    memory.spared.retain(|_, until| *until > now);
     let is_open = matches!(round.broker.queues, Queues::AllStarted | Queues::Started);
-    if !is_open || !round.broker.accepts_jobs {
+    if !is_open || !round.broker.accepts_jobs || is_under_way(round) {
         return;
     }
     // Taken out while the round is changed.
     let gangs = std::mem::take(&mut round.gangs);
-    memory.helped.retain(|id, _| gangs.iter().any(|(gang, _)| gang.id == *id && !gang.is_started()));
-    let waits = gangs.iter().filter_map(|(gang, holdings)| Some((gang, waits_as_a_whole(gang, holdings)?)));
-    let mut waiting: Vec<_> = waits.filter(|(_, held)| is_first(round, held.job)).collect();
-    waiting.sort_by_key(|(gang, _)| (Reverse(priority(gang.waiting())), round.queued_since(gang)));
-    let (due, later): (Vec<_>, Vec<_>) =
-        waiting.into_iter().partition(|(gang, _)| now >= due_at(round, memory, gang, after));
-    let wakes: Vec<_> = later.iter().map(|(gang, _)| due_at(round, memory, gang, after)).collect();
-    wakes.into_iter().for_each(|at| round.wake_at(at));
-    for (gang, held) in due.into_iter().take(LOOKED_AT) {
-        let victims = victims(round, memory, &gangs, priority(gang.waiting()), &held.gang_job.shape);
-        if victims.is_empty() {
-            continue;
+    let mut due = BTreeMap::new();
+    for (gang, holdings) in &gangs {
+        let Some(held) = waits_as_a_whole(gang, holdings) else { continue };
+        let at = due_at(round, memory, gang, after);
+        match round.now >= at {
+            true => drop(due.insert(held.job.id, gang)),
+            false => round.wake_at(at),
         }
+    }
+    let soon = round.now.saturating_sub(ENDS_SOON)..=round.now.saturating_add(after.max(ENDS_SOON));
+    if let Some((gang, victims)) = first_helped(round, &gangs, &due, &soon) {
         let helped = memory.helped.entry(gang.id.clone()).or_default();
-        (helped.times, helped.at) = (helped.times.saturating_add(1), now);
-        memory.last = Some((gang.id.clone(), victims.iter().map(|victim| victim.gang.id.clone()).collect()));
-        round
-            .actions
-            .push(Action::Preempt { gang: gang.id.clone(), victims: victims.into_iter().map(Victim::from).collect() });
-        break;
+        (helped.times, helped.at) = (helped.times.saturating_add(1), round.now);
+        let jobs = victims.iter().flat_map(|victim| &victim.holdings.jobs);
+        memory.made_way.extend(jobs.map(|held| held.job.id));
+        let victims = victims.into_iter().map(Victim::from).collect();
+        round.actions.push(Action::Preempt { gang: gang.id.clone(), victims });
     }
     round.gangs = gangs;
+}
+
+fn is_under_way(round: &Round) -> bool {
+    round.world.under_way.iter().any(|action| matches!(action, Action::Preempt { .. }))
 }
 
 /// When others may go for `gang`.
 fn due_at(round: &Round, memory: &PreemptMemory, gang: &Gang, after: Millis) -> Moment {
     let helped = memory.helped.get(&gang.id);
-    let again = helped.map_or(0, |helped| helped.at.saturating_add(PAUSE << (helped.times - 1).min(6)));
+    let again = helped.map_or(0, |helped| helped.at.saturating_add(NEXT_AFTER << (helped.times - 1).min(8)));
     round.queued_since(gang).saturating_add(after).max(again)
 }
 
-/// The job of a gang of which nothing runs, and that waits for cores.
+/// The job of a gang of which nothing runs, and that waits for cores that others may leave to it.
 fn waits_as_a_whole<'a, 'b>(gang: &Gang<'a>, holdings: &'b Holdings<'a>) -> Option<&'b Held<'a>> {
-    let is_waiting =
-        |held: &&Held| held.job.state == JobState::Pending && held.job.urgency > 0 && held.is_whole(gang.size);
-    let held = holdings.jobs.iter().find(is_waiting)?;
-    (gang.problem.is_none() && !gang.is_started()).then_some(held)
+    let held = holdings.jobs.iter().find(|held| held.job.is_waiting() && held.is_whole(gang.size))?;
+    let may_preempt = !gang.waiting().any(|pod| pod.never_preempts);
+    (may_preempt && gang.problem.is_none() && !gang.is_started()).then_some(held)
 }
 
-/// No other job would get the cores before `job`, but shadow jobs and pins, which are counted.
-fn is_first(round: &Round, job: &Job) -> bool {
-    let is_before = |other: &Job| (Reverse(other.urgency), other.id) < (Reverse(job.urgency), job.id);
-    let counts = |other: &Job| match &other.class {
-        JobClass::Host => true,
-        JobClass::Gang(gang_job) => gang_job.record.pinned.is_none(),
-        JobClass::Shadow(_) => false,
-    };
-    !round
-        .jobs
-        .iter()
-        .any(|other| other.state == JobState::Pending && other.urgency > 0 && counts(other) && is_before(other))
+/// The first gang in Flux's queue that is `due` and that victims help, with these. `soon`: see [`ends_soon`].
+fn first_helped<'a>(
+    round: &Round,
+    gangs: &'a [(Gang<'a>, Holdings<'a>)],
+    due: &BTreeMap<JobId, &'a Gang<'a>>,
+    soon: &RangeInclusive<Moment>,
+) -> Option<(&'a Gang<'a>, Vec<Candidate<'a>>)> {
+    if due.is_empty() {
+        return None;
+    }
+    let mut free = free(round, gangs, soon);
+    let mut queue: Vec<&Job> = round.jobs.iter().filter(|job| job.is_waiting()).collect();
+    queue.sort_by_key(|job| (Reverse(job.urgency), job.id));
+    let mut looked_at = 0;
+    for job in queue {
+        let shape = match &job.class {
+            // It may get any of the cores.
+            JobClass::Host => return None,
+            JobClass::Gang(gang_job) if gang_job.record.pinned.is_none() => &gang_job.shape,
+            // What these wait for is not free.
+            JobClass::Gang(_) | JobClass::Shadow(_) => continue,
+        };
+        if let Some(gang) = due.get(&job.id) {
+            let victims = victims(round, gangs, priority(gang.waiting()), shape, &free);
+            if !victims.is_empty() {
+                return Some((gang, victims));
+            }
+            looked_at += 1;
+        }
+        take(&mut free, shape);
+        if free.is_empty() || looked_at == LOOKED_AT {
+            break;
+        }
+    }
+    None
 }
 
-/// The gangs that must go so that a job of this shape fits; none if it fits without, or not even then.
+/// The gangs that must go so that a job of this shape fits into what is `free` for it; none if it fits without, or not even then.
 fn victims<'a>(
     round: &Round,
-    memory: &PreemptMemory,
     gangs: &'a [(Gang<'a>, Holdings<'a>)],
     priority: i32,
     shape: &Shape,
+    free: &Cores,
 ) -> Vec<Candidate<'a>> {
-    let mut free = free(round, gangs, shape);
-    let fits = |free: &BTreeMap<Rank, u32>| {
-        let on_each = free.values().map(|free| free / shape.cores.max(1));
-        on_each.map(|slots| if shape.spreads { slots.min(1) } else { slots }).fold(0, u32::saturating_add)
-            >= shape.slots
-    };
+    let permitted = free.iter().filter(|(rank, _)| shape.constraint.permits(**rank));
+    let mut free: Cores = permitted.map(|(rank, cores)| (*rank, *cores)).collect();
+    let fits =
+        |free: &Cores| free.values().map(|cores| slots_in(*cores, shape)).fold(0, u32::saturating_add) >= shape.slots;
     if fits(&free) {
         return Vec::new();
     }
-    let candidates = gangs.iter().filter(|(gang, _)| !memory.spared.contains_key(&gang.id));
     let mut all: Vec<_> =
-        candidates.filter_map(|(gang, holdings)| candidate(round, gang, holdings, priority)).collect();
+        gangs.iter().filter_map(|(gang, holdings)| candidate(round, gang, holdings, priority)).collect();
     all.sort_by_key(|candidate| (candidate.priority, Reverse(candidate.gang.since())));
     let mut chosen: Vec<Candidate> = Vec::new();
     for candidate in all {
@@ -159,13 +191,35 @@ fn victims<'a>(
     needed
 }
 
-/// The cores of each rank where a job of this shape may run that nobody has or waits for before it, those that gangs will free that end already
-/// among them.
-fn free<'a>(round: &Round, gangs: &'a [(Gang<'a>, Holdings<'a>)], shape: &Shape) -> BTreeMap<Rank, u32> {
+/// How many slots of `shape` have room in so many cores of one rank.
+fn slots_in(cores: u32, shape: &Shape) -> u32 {
+    let slots = cores / shape.cores.max(1);
+    if shape.spreads { slots.min(1) } else { slots }
+}
+
+/// Takes from `free` what a job of this shape is about to get. If it does not fit, it takes every rank where it may run: what comes free there
+/// goes to it.
+fn take(free: &mut Cores, shape: &Shape) {
+    let mut left = shape.slots;
+    for (_, cores) in free.iter_mut().filter(|(rank, _)| shape.constraint.permits(**rank)) {
+        let slots = slots_in(*cores, shape).min(left);
+        *cores = cores.saturating_sub(slots.saturating_mul(shape.cores));
+        left -= slots;
+    }
+    if left > 0 {
+        free.retain(|rank, _| !shape.constraint.permits(*rank));
+    }
+}
+
+/// The cores of each rank that are free or will be soon, less those that pins and shadow jobs wait for.
+fn free<'a>(round: &Round, gangs: &'a [(Gang<'a>, Holdings<'a>)], soon: &RangeInclusive<Moment>) -> Cores {
     let is_usable =
-        |target: &&Target| shape.constraint.permits(target.rank) && target.is_ready && !target.is_cordoned();
-    let usable = round.world.targets.values().filter(is_usable);
-    let mut free: BTreeMap<Rank, u32> = usable
+        |target: &&Target| round.world.available.contains(target.rank) && target.is_ready && !target.is_cordoned();
+    let mut free: Cores = round
+        .world
+        .targets
+        .values()
+        .filter(is_usable)
         .map(|target| {
             let HeldCores { hosts, gangs, shadows } = round.held_cores(target.rank);
             let taken = hosts.saturating_add(gangs).saturating_add(shadows.max(shadows::wanted_now(round, target)));
@@ -178,23 +232,45 @@ fn free<'a>(round: &Round, gangs: &'a [(Gang<'a>, Holdings<'a>)], shape: &Shape)
         let waits = record.pinned.map(|rank| (rank, shape.slots.saturating_mul(shape.cores)));
         change(&mut free, &waits.into_iter().collect(), u32::saturating_sub);
     }
-    for (gang, holdings) in gangs.iter().filter(|(gang, _)| !gang.members.iter().any(|pod| pod.stays())) {
-        debug_assert!(!gang.members.is_empty());
-        change(&mut free, &held(holdings), u32::saturating_add);
+    let held = gangs.iter().flat_map(|(gang, holdings)| holdings.jobs.iter().map(move |held| (gang, held)));
+    let ends_soon = held.filter(|(gang, held)| ends_soon(gang, held, soon)).map(|(_, held)| held.job);
+    let ended = round.actions.iter().chain(&round.world.under_way).filter_map(|action| match action {
+        Action::Finish { job, .. } => Some(*job),
+        _ => None,
+    });
+    let ended: BTreeSet<JobId> = ended.collect();
+    let of_gangs = round.jobs.of_gangs().map(|(job, _)| job);
+    let ending = of_gangs.filter(|job| job.state == JobState::Ending || ended.contains(&job.id));
+    for job in ends_soon.chain(ending) {
+        change(&mut free, &held_by([job]), u32::saturating_add);
     }
     free
 }
 
-fn held(holdings: &Holdings) -> BTreeMap<Rank, u32> {
-    let mut held: BTreeMap<Rank, u32> = BTreeMap::new();
-    for slot in holdings.jobs.iter().flat_map(|held| held.job.held()) {
+/// All pods that have cores of this job of `gang` end soon: they are gone, or are to be at such a moment, or their Job has been suspended, so that
+/// they are about to be deleted.
+fn ends_soon(gang: &Gang, held: &Held, soon: &RangeInclusive<Moment>) -> bool {
+    let is_suspended = gang.job.is_some_and(|job| job.is_suspended);
+    let ends = |pod: &PodView| match pod.to_end_by {
+        _ if pod.gone.is_some() || pod.is_terminal() => true,
+        Some(end) => soon.contains(&end),
+        None => is_suspended,
+    };
+    let mut pods = held.slots.iter().filter_map(|(_, pod)| *pod);
+    held.is_used() && pods.all(ends)
+}
+
+/// The cores that these jobs hold.
+fn held_by<'a>(jobs: impl IntoIterator<Item = &'a Job>) -> Cores {
+    let mut held = Cores::new();
+    for slot in jobs.into_iter().flat_map(Job::held) {
         let cores = held.entry(slot.rank).or_default();
         *cores = cores.saturating_add(u32::try_from(slot.cores.len()).unwrap_or(u32::MAX));
     }
     held
 }
 
-fn change(free: &mut BTreeMap<Rank, u32>, by: &BTreeMap<Rank, u32>, how: fn(u32, u32) -> u32) {
+fn change(free: &mut Cores, by: &Cores, how: fn(u32, u32) -> u32) {
     for (rank, cores) in by {
         if let Some(free) = free.get_mut(rank) {
             *free = how(*free, *cores);
@@ -204,7 +280,7 @@ fn change(free: &mut BTreeMap<Rank, u32>, by: &BTreeMap<Rank, u32>, how: fn(u32,
 
 /// `gang`, if it runs with a lower priority than that and all of it can go: the bridge may write there, and no Job owns its pods but one that is
 /// all of it, whose controller would otherwise make evicted pods again at once and count them as failures.
-fn candidate<'a>(round: &Round, gang: &'a Gang<'a>, holdings: &Holdings<'a>, than: i32) -> Option<Candidate<'a>> {
+fn candidate<'a>(round: &Round, gang: &'a Gang<'a>, holdings: &'a Holdings<'a>, than: i32) -> Option<Candidate<'a>> {
     let pods = || gang.members.iter().copied().filter(|pod| pod.node.is_some() && !pod.is_terminal());
     let priority = pods().map(|pod| pod.priority).max().filter(|priority| *priority < than)?;
     let is_on_ready = |pod: &PodView| {
@@ -212,7 +288,8 @@ fn candidate<'a>(round: &Round, gang: &'a Gang<'a>, holdings: &Holdings<'a>, tha
         rank.and_then(|rank| round.world.targets.get(rank)).is_some_and(|target| target.is_ready)
     };
     let is_settled = pods().all(|pod| pod.stays() && is_on_ready(pod)) && !round.is_busy(&gang.id);
-    let may_write = round.world.namespaces.contains(&gang.id.namespace) && !round.world.refused.contains_key(&gang.id);
+    let is_refused = round.world.refused.contains_key(&gang.id) || round.world.protected.contains(&gang.id);
+    let may_write = round.world.namespaces.contains(&gang.id.namespace) && !is_refused;
     let owned = || pods().filter_map(|pod| pod.owner.as_ref()).filter(|owner| owner.is_job);
     let is_all = |job: &&KubeJob| {
         let has_all = pods().all(|pod| pod.owner.as_ref().is_some_and(|owner| owner.uid == job.uid));
@@ -220,7 +297,8 @@ fn candidate<'a>(round: &Round, gang: &'a Gang<'a>, holdings: &Holdings<'a>, tha
     };
     let job = gang.job.filter(is_all);
     let can_go = job.is_some() || owned().next().is_none();
-    (is_settled && may_write && can_go).then(|| Candidate { gang, priority, job, frees: held(holdings) })
+    let frees = held_by(holdings.jobs.iter().map(|held| held.job));
+    (is_settled && may_write && can_go).then_some(Candidate { gang, holdings, priority, job, frees })
 }
 
 impl From<Candidate<'_>> for Victim {

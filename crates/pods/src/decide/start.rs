@@ -46,15 +46,18 @@ pub(super) fn start<'a>(
     queue: &mut Vec<WaitingJob<'a>>,
 ) -> Progress {
     let pods: Vec<&PodView> = gang.waiting().collect();
+    let made_way = &memory.preempt.made_way;
     let fits = |held: &&Held| {
-        held.is_whole(gang.size) && pods.iter().all(|pod| is_large_enough((held.job, held.gang_job), pod))
+        held.is_whole(gang.size)
+            && !made_way.contains(&held.job.id)
+            && pods.iter().all(|pod| is_large_enough((held.job, held.gang_job), pod))
     };
+    let whole: Vec<_> = holdings.jobs.iter().filter(fits).collect();
     let avoided = avoided(round, memory, gang, &pods);
-    let mut whole = holdings.jobs.iter().filter(fits);
-    if let Some(held) = whole.clone().find(|held| !held.slots.is_empty()) {
+    if let Some(held) = whole.iter().find(|held| !held.slots.is_empty()) {
         return bind_all(round, memory, gang, &pods, held, avoided);
     }
-    let newest = whole.next_back();
+    let newest = whole.last().copied();
     let threads = newest.map(|held| held.gang_job.record.threads);
     let request = request(round, gang, &pods, &avoided, threads);
     ask(round, gang, request, newest.filter(|held| held.job.state == JobState::Pending), queue)

@@ -14,6 +14,7 @@ use crate::{
     jobs::{GangJob, JobClass, Jobs, REMEMBERED, classify},
     jobspec::Shape,
     pod::{FORCED_HOLD, Phase, PodView},
+    record::GangId,
     requests::cores,
     shadow::Shadow,
     time::{Millis, Moment},
@@ -63,6 +64,10 @@ pub(super) struct Bed {
     pub down: BTreeSet<Rank>,
     /// A pod that shrinks keeps what it had.
     pub kubelet_is_slow: bool,
+    /// Gangs that a PodDisruptionBudget protects.
+    pub protects: BTreeSet<GangId>,
+    /// A controller makes a pod again as soon as it is being deleted.
+    pub remakes: bool,
     /// All that was done.
     pub done: Vec<Action>,
     pub next_id: u64,
@@ -100,6 +105,8 @@ impl Bed {
             jobs: BTreeMap::new(),
             down: BTreeSet::new(),
             kubelet_is_slow: false,
+            protects: BTreeSet::new(),
+            remakes: false,
             done: Vec::new(),
             next_id: 1,
             next_action: 1,
@@ -232,6 +239,7 @@ impl Bed {
 
     pub fn decide(&mut self) -> Decision {
         self.seen.under_way = self.under_way.values().map(|(action, _)| action.clone()).collect();
+        self.seen.available = self.seen.targets.keys().filter(|rank| !self.down.contains(rank)).copied().collect();
         let decision = decide(&self.seen, &mut self.memory, self.now);
         assert!(decision.wake.is_none_or(|wake| wake > self.now));
         decision
@@ -256,7 +264,7 @@ impl Bed {
         let id = JobId(self.next_id);
         self.next_id += 1;
         self.jobs.insert(id, FluxJob { jobspec: jobspec.clone(), urgency, slots: None });
-        let submit = json!([{"name": "submit", "userid": 0, "urgency": urgency}]);
+        let submit = json!([{"name": "submit", "userid": 0, "urgency": urgency}, {"name": "depend"}]);
         self.show_job(id, submit, Some(jobspec.clone()), None, serial);
     }
 
@@ -390,7 +398,7 @@ impl Bed {
         for (id, jobspec, urgency, slots) in known.collect::<Vec<_>>() {
             let submit = json!({"name": "submit", "userid": 0, "urgency": urgency});
             let alloc = slots.is_some().then(|| json!({"name": "alloc"}));
-            let events = [submit].into_iter().chain(alloc).collect();
+            let events = [submit, json!({"name": "depend"})].into_iter().chain(alloc).collect();
             self.show_job(id, Value::Array(events), Some(jobspec), slots.as_deref(), 0);
         }
         self.deliver(usize::MAX, usize::MAX);

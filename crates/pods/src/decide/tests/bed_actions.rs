@@ -4,14 +4,14 @@ use serde_json::json;
 
 use super::bed::{Bed, News};
 use crate::{
-    action::{Action, KubeJobRef, PlaceholderStep, ShadowStep},
+    action::{Action, KubeJobRef, PlaceholderStep, ShadowStep, Victim},
     allocation::Slot,
     facts::SuspendReason,
     fixture::{bound, pod},
     jobs::OUR_NOTE,
     jobspec::USED_CORES_URGENCY,
     placeholder::{NAMESPACE, Placeholder},
-    pod::PodView,
+    pod::{Phase, PodView},
     requests::{Requests, Size},
     time::{Millis, SECOND},
     world::Queues,
@@ -65,14 +65,7 @@ impl Bed {
             }
             Action::Evict { pods, .. } => pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
             Action::SuspendJob { job, reason, .. } => self.suspend(job, *reason, serial),
-            Action::Preempt { victims, .. } => {
-                for victim in victims {
-                    match &victim.job {
-                        Some(job) => self.suspend(job, SuspendReason::Incomplete, serial),
-                        None => victim.pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
-                    }
-                }
-            }
+            Action::Preempt { victims, .. } => self.preempt(victims, serial),
             Action::ResumeJob(job) => {
                 let resumed = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
                 (resumed.is_suspended, resumed.suspended_for) = (false, None);
@@ -94,6 +87,19 @@ impl Bed {
             }
         }
         self.answered(serial, 0);
+    }
+
+    fn preempt(&mut self, victims: &[Victim], serial: u64) {
+        if let Some(victim) = victims.iter().find(|victim| self.protects.contains(&victim.gang)) {
+            self.seen.protected.insert(victim.gang.clone());
+            return;
+        }
+        for victim in victims {
+            match &victim.job {
+                Some(job) => self.suspend(job, SuspendReason::Preempted, serial),
+                None => victim.pods.iter().for_each(|pod| self.delete(&pod.uid, serial)),
+            }
+        }
     }
 
     fn suspend(&mut self, job: &KubeJobRef, reason: SuspendReason, serial: u64) {
@@ -151,11 +157,17 @@ impl Bed {
         let Some(pod) = self.pods.get_mut(uid) else { return };
         pod.to_end_by = Some(self.now + GRACE);
         let pod = pod.clone();
-        let is_bound = pod.node.is_some();
-        self.show_pod(pod, serial);
-        if !is_bound {
+        self.show_pod(pod.clone(), serial);
+        if pod.node.is_none() {
             self.pods.remove(uid);
             self.watch.push_back((News::Gone(uid.to_owned()), 0));
+        }
+        if self.remakes {
+            let name = format!("{}-next", pod.name);
+            let (uid, plan) = (format!("uid-{name}"), Some(Box::default()));
+            let next =
+                PodView { node: None, record: None, bound: None, phase: Phase::Pending, is_taken_up: false, ..pod };
+            self.create([PodView { name, uid, plan, to_end_by: None, ..next }]);
         }
     }
 }

@@ -1,10 +1,14 @@
 //! Gangs of lower priority make way for one that has waited for long.
 
+use broker::job_id::JobId;
+use serde_json::json;
+
 use super::{bed::Bed, gang, with_job};
 use crate::{
     action::Action,
-    fixture::pod,
-    pod::PodView,
+    facts::{KubeJob, SuspendReason},
+    fixture::{annotated, kube_job, of_job, plan, pod},
+    pod::{Phase, PodView},
     record::{GangId, GangKind},
     time::SECOND,
 };
@@ -38,11 +42,15 @@ fn gone(bed: &Bed) -> Vec<String> {
     bed.done.iter().flat_map(names).collect()
 }
 
+/// Names of the pods that are being deleted.
+fn deleted(bed: &Bed) -> Vec<String> {
+    bed.pods.values().filter(|pod| pod.is_deleting()).map(|pod| pod.name.clone()).collect()
+}
+
 /// What is deleted ends.
 fn end_deleted(bed: &mut Bed) {
-    let deleted: Vec<_> = bed.pods.values().filter(|pod| pod.is_deleting()).map(|pod| pod.name.clone()).collect();
-    for name in deleted {
-        bed.end(&name, crate::pod::Phase::Failed);
+    for name in deleted(bed) {
+        bed.end(&name, Phase::Failed);
         bed.vanish(&name);
     }
     bed.settle();
@@ -92,23 +100,157 @@ fn nothing_makes_way_in_vain_or_if_that_is_off() {
 }
 
 #[test]
-fn what_a_budget_protects_stays_and_another_gang_makes_way() {
+fn what_a_budget_protects_stays_and_another_gang_makes_way_soon() {
+    let mut bed = bed(&[5]);
+    let single = |name: &str| GangId {
+        kind: GangKind::Pod,
+        namespace: "default".into(),
+        name: name.into(),
+        uid: format!("uid-{name}"),
+    };
+    for name in ["a", "b", "c", "d", "e"] {
+        make(&mut bed, name, 1, 0);
+    }
+    bed.protects = ["b", "c", "d", "e"].map(single).into();
+    make(&mut bed, "urgent", 1, 100);
+    bed.pass(AFTER + 224 * SECOND);
+    assert_eq!((gone(&bed), deleted(&bed)), (["e", "d", "c", "b"].map(str::to_owned).into(), vec![]));
+    bed.pass(SECOND);
+    assert_eq!(deleted(&bed), ["a"]);
+    // It takes what comes free otherwise meanwhile.
+    bed.end("e", Phase::Succeeded);
+    bed.settle();
+    assert!(bed.bound().contains(&"urgent@node0".to_owned()));
+}
+
+#[test]
+fn ranks_that_get_no_jobs_are_neither_free_nor_made_free() {
+    let mut bed = bed(&[1, 1, 1]);
+    for name in ["a", "b"] {
+        make(&mut bed, name, 1, 0);
+    }
+    bed.down = [1, 2].into();
+    make(&mut bed, "urgent", 1, 100);
+    bed.pass(AFTER);
+    assert_eq!(gone(&bed), ["a"], "node1 is down with the younger one, and so is node2");
+}
+
+#[test]
+fn what_made_way_does_not_take_its_cores_back_though_its_pods_are_made_again_at_once() {
+    let mut bed = bed(&[2]);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    bed.remakes = true;
+    make(&mut bed, "urgent", 1, 100);
+    bed.pass(AFTER);
+    assert_eq!(deleted(&bed), ["g0", "g1"]);
+    bed.end("g0", Phase::Failed);
+    bed.vanish("g0");
+    bed.pass(SECOND);
+    end_deleted(&mut bed);
+    assert_eq!(bed.bound(), ["urgent@node0"]);
+    bed.end("urgent", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.bound(), ["g0-next@node0", "g1-next@node0"]);
+}
+
+#[test]
+fn what_made_way_and_runs_elsewhere_by_now_is_completed_there() {
+    let mut bed = bed(&[2, 2]);
+    bed.submit_host_job_on("1", 2);
+    bed.create(gang("g", 2));
+    bed.settle();
+    bed.run_all();
+    bed.remakes = true;
+    make(&mut bed, "urgent", 2, 100);
+    bed.pass(AFTER);
+    assert_eq!(deleted(&bed), ["g0", "g1"]);
+    bed.end("g0", Phase::Failed);
+    bed.cancel(JobId(1), "");
+    bed.settle();
+    bed.end("urgent", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.bound(), ["g0-next@node1", "g1@node0", "g1-next@node1"]);
+    bed.end("g0-next", Phase::Failed);
+    bed.create([annotated("third", "g", 2)]);
+    bed.settle();
+    assert_eq!(bed.bound(), ["g1@node0", "g1-next@node1", "third@node1"], "not on the core that g0 has left");
+}
+
+#[test]
+fn nothing_makes_way_while_a_job_that_has_the_cores_is_being_ended() {
     let mut bed = bed(&[2]);
     make(&mut bed, "a", 1, 0);
     make(&mut bed, "b", 1, 0);
     make(&mut bed, "urgent", 1, 100);
     bed.pass(AFTER - SECOND);
     bed.set_time(bed.now + SECOND);
-    let decision = bed.decide();
-    let tried = |action: &Action| matches!(action, Action::Preempt { victims, .. } if victims[0].pods[0].name == "b");
-    assert!(decision.actions.iter().any(tried), "{:?}", decision.actions);
-    let urgent =
-        GangId { kind: GangKind::Pod, namespace: "default".into(), name: "urgent".into(), uid: "uid-urgent".into() };
-    bed.seen.refused.insert(urgent.clone(), "PodDisruptionBudget web protects others".to_owned());
-    bed.decide();
-    bed.seen.refused.remove(&urgent);
-    bed.pass(60 * SECOND);
-    assert_eq!(gone(&bed), ["a"]);
+    bed.end("a", Phase::Succeeded);
+    bed.deliver(usize::MAX, usize::MAX);
+    for what in ["its end is decided", "it is under way"] {
+        let actions = bed.decide().actions;
+        assert!(!actions.iter().any(|action| matches!(action, Action::Preempt { .. })), "{what}: {actions:?}");
+        actions.iter().for_each(|action| bed.carry_out(action));
+    }
+}
+
+/// On node1 there is what one gang ahead waits for, and it can't have it.
+#[test]
+fn a_gang_ahead_that_waits_for_nodes_of_its_own_keeps_only_these() {
+    let mut bed = bed(&[1, 2]);
+    bed.seen.targets.get_mut(&1).unwrap().labels.insert("gpu".into(), "yes".into());
+    make(&mut bed, "a", 1, 0);
+    make(&mut bed, "precious", 1, 1000);
+    make(&mut bed, "b", 1, 0);
+    let mut ahead = PodView { priority: 100, ..pod("ahead", 2) };
+    plan(&mut ahead).rules.selector.insert("gpu".into(), "yes".into());
+    bed.create([ahead]);
+    make(&mut bed, "urgent", 1, 99);
+    bed.pass(2 * AFTER);
+    assert_eq!(gone(&bed), ["a"], "not b, the younger one");
+}
+
+#[test]
+fn a_host_job_that_waits_for_another_job_keeps_nothing() {
+    let slot = json!({"type": "slot", "count": 1, "label": "task", "with": [{"type": "core", "count": 1}]});
+    for (is_held_up, expected) in [(true, vec!["a"]), (false, vec![])] {
+        let mut bed = bed(&[1]);
+        make(&mut bed, "a", 1, 0);
+        let mut events = vec![json!({"name": "submit", "userid": 0, "urgency": 31})];
+        events.extend((!is_held_up).then(|| json!({"name": "depend"})));
+        bed.show_job(JobId(99), events.into(), Some(json!({"resources": [slot]})), None, 0);
+        make(&mut bed, "urgent", 1, 100);
+        bed.pass(AFTER);
+        assert_eq!(gone(&bed), expected);
+    }
+}
+
+#[test]
+fn nothing_makes_way_for_a_pod_that_may_not_preempt() {
+    let mut bed = bed(&[2]);
+    make(&mut bed, "a", 1, 0);
+    make(&mut bed, "b", 1, 0);
+    let mut pods = gang("g", 2);
+    pods.iter_mut().for_each(|pod| pod.priority = 100);
+    pods[1].never_preempts = true;
+    bed.create(pods);
+    bed.pass(10 * AFTER);
+    assert_eq!(gone(&bed), [""; 0]);
+}
+
+#[test]
+fn pods_that_are_only_a_part_of_a_job_stay() {
+    let mut bed = bed(&[2]);
+    let job = KubeJob { completions: None, ..kube_job("train", 5) };
+    bed.seen.facts.jobs.insert(job.uid.clone(), job);
+    let hints = gang("g", 2)[0].hints.clone();
+    bed.create((0..2).map(|index| PodView { hints: hints.clone(), ..of_job("train", index) }));
+    bed.settle();
+    bed.run_all();
+    make(&mut bed, "urgent", 1, 100);
+    bed.pass(AFTER);
+    assert_eq!((bed.bound().len(), gone(&bed)), (2, vec![]));
 }
 
 #[test]
@@ -129,14 +271,18 @@ fn nothing_makes_way_for_a_gang_that_is_held_or_behind_others_or_while_the_queue
 }
 
 #[test]
-fn cores_that_come_free_already_are_waited_for() {
-    let mut bed = bed(&[2]);
-    make(&mut bed, "a", 1, 0);
-    make(&mut bed, "b", 1, 0);
-    make(&mut bed, "urgent", 1, 100);
-    bed.change("a", |pod| pod.to_end_by = Some(i64::MAX));
-    bed.pass(10 * AFTER);
-    assert_eq!(gone(&bed), [""; 0], "one pod ends slowly");
+fn cores_that_come_free_soon_are_waited_for() {
+    let minute = 60 * SECOND;
+    for (ends_in, expected) in [(minute, [""; 0].as_slice()), (minute + 1, &["b"]), (i64::MAX / 2, &["b"])] {
+        let mut bed = bed(&[2]);
+        make(&mut bed, "a", 1, 0);
+        make(&mut bed, "b", 1, 0);
+        make(&mut bed, "urgent", 1, 100);
+        let end = bed.now + AFTER + ends_in;
+        bed.change("a", |pod| pod.to_end_by = Some(end));
+        bed.pass(AFTER);
+        assert_eq!(gone(&bed), expected, "{ends_in}");
+    }
 }
 
 #[test]
@@ -148,7 +294,8 @@ fn a_job_that_makes_way_is_suspended_and_begins_again() {
     make(&mut bed, "urgent", 1, 100);
     bed.pass(AFTER);
     assert_eq!(gone(&bed).len(), 3);
-    assert!(bed.seen.facts.jobs["uid-train"].is_suspended);
+    let job = &bed.seen.facts.jobs["uid-train"];
+    assert_eq!((job.is_suspended, job.suspended_for), (true, Some(SuspendReason::Preempted)));
     end_deleted(&mut bed);
     bed.pass(SECOND);
     assert!(!bed.seen.facts.jobs["uid-train"].is_suspended, "it is resumed, and its next pods wait");

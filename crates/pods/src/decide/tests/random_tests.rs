@@ -25,6 +25,7 @@ impl Play {
         let mut bed = Bed::new(&[4, 4, 3, 2]);
         // Nothing may be evicted for being slow.
         bed.seen.settings.complete_after = 1 << 50;
+        bed.seen.settings.preempt_after = seed.is_multiple_of(2).then_some(5 * SECOND);
         bed.seen.targets.get_mut(&2).unwrap().allocatable.cpu = 2900;
         Self { random: Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1), bed, count: 0, steps: Vec::new() }
     }
@@ -60,7 +61,8 @@ impl Play {
             0..8 => {
                 let name = self.new_name("p");
                 let cores = 1 + self.random.below(3) as u64;
-                self.bed.create([pod(&name, cores)]);
+                let priority = i32::try_from(self.number(3)).unwrap();
+                self.bed.create([PodView { priority, ..pod(&name, cores) }]);
                 "a pod"
             }
             8..13 => {

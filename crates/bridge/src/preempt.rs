@@ -1,0 +1,196 @@
+//! Makes gangs make way for another one: all of them, or none.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::{core::v1::Pod, policy::v1::PodDisruptionBudget};
+use kube::{Api, ResourceExt, api::ListParams, core::Selector};
+use tracing::info;
+
+use cluster::{ApiError, call};
+use pods::{
+    action::{KubeJobRef, PodRef, Reason, Tell, Victim},
+    facts::SuspendReason,
+    record::GangId,
+};
+
+use crate::{
+    begin::{Tools, by_api_server},
+    tell,
+    under_way::Outcome,
+};
+
+/// What makes a part of a victim go.
+#[derive(Debug, PartialEq)]
+enum Step<'a> {
+    Suspend(&'a KubeJobRef),
+    Evict(&'a PodRef),
+}
+
+impl Tools {
+    /// Makes `victims` make way for `gang`, if the API server says that all of them may go: half a gang must not go, nor one in vain.
+    pub(crate) async fn preempt(&self, gang: &GangId, victims: &[Victim]) -> Outcome {
+        if let Err(outcome) = self.make_way(victims).await {
+            return outcome;
+        }
+        for victim in victims {
+            info!(victim = %victim.gang, %gang, "a gang makes way for another one");
+            // One for the whole gang.
+            let Some(pod) = victim.pods.first().cloned() else { continue };
+            let message = format!("gang {} makes way for gang {gang}, which has a higher priority", victim.gang);
+            tell::event(&self.client, &self.identity, &Tell { pod, reason: Reason::Preempted, message }).await;
+        }
+        Outcome::Done(None)
+    }
+
+    async fn make_way(&self, victims: &[Victim]) -> Result<(), Outcome> {
+        self.ask_budgets(victims).await?;
+        for dry_run in [true, false] {
+            for (victim, step) in steps(victims) {
+                let answer = match step {
+                    Step::Suspend(job) => self.set_suspended(job, Some(SuspendReason::Preempted), dry_run).await,
+                    Step::Evict(pod) => self.evict(pod, dry_run).await,
+                };
+                answer.map_err(|error| refusal(victim, error))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether PodDisruptionBudgets permit that all victims go. A dry run of each eviction would not tell, because each by itself may be
+    /// permitted, and nobody asks the budgets if a Job is suspended.
+    async fn ask_budgets(&self, victims: &[Victim]) -> Result<(), Outcome> {
+        let mut by_namespace: BTreeMap<&str, Vec<&Victim>> = BTreeMap::new();
+        for victim in victims {
+            by_namespace.entry(&victim.gang.namespace).or_default().push(victim);
+        }
+        for (namespace, victims) in by_namespace {
+            match self.protected(namespace, &victims).await {
+                Ok(Some((victim, budget))) => {
+                    info!(victim = %victim.gang, budget, "a PodDisruptionBudget protects a gang that was to make way");
+                    return Err(Outcome::Protected(victim.gang.clone()));
+                }
+                Ok(None) => {}
+                Err(error) => return Err(victims.first().map_or(Outcome::Failed, |victim| refusal(victim, error))),
+            }
+        }
+        Ok(())
+    }
+
+    /// A victim in `namespace` that must stay though the victims before it may go, with the PodDisruptionBudget that says so.
+    async fn protected<'a>(
+        &self,
+        namespace: &str,
+        victims: &[&'a Victim],
+    ) -> Result<Option<(&'a Victim, String)>, ApiError> {
+        let budgets: Api<PodDisruptionBudget> = Api::namespaced(self.client.clone(), namespace);
+        let selected: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        let found = call("list PodDisruptionBudgets", budgets.list(&ListParams::default())).await?;
+        let mut covered = BTreeSet::new();
+        for budget in found {
+            let Some(selector) = budget.spec.as_ref().and_then(|spec| spec.selector.clone()) else { continue };
+            let name = budget.name_any();
+            // One that can't be read may protect them.
+            let Ok(selector) = Selector::try_from(selector) else {
+                return Ok(victims.first().map(|victim| (*victim, name)));
+            };
+            let parameters = ListParams::default().labels_from(&selector);
+            let of_budget = call("list the pods of a PodDisruptionBudget", selected.list_metadata(&parameters)).await?;
+            let uids = of_budget.iter().filter_map(ResourceExt::uid).collect();
+            if let Some(victim) = beyond(&budget, &uids, victims, &mut covered) {
+                return Ok(Some((victim, name)));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// What makes `victims` go, in order. Jobs first: each is one request for a whole gang, while some of a gang's evictions may be refused.
+fn steps(victims: &[Victim]) -> Vec<(&Victim, Step<'_>)> {
+    let jobs = victims.iter().filter_map(|victim| Some((victim, Step::Suspend(victim.job.as_ref()?))));
+    let evicted = victims.iter().filter(|victim| victim.job.is_none());
+    let evictions = evicted.flat_map(|victim| victim.pods.iter().map(move |pod| (victim, Step::Evict(pod))));
+    jobs.chain(evictions).collect()
+}
+
+/// The first victim beyond what `budget` permits, or of which a pod has another budget (`covered`): the API server evicts no pod with two.
+/// `uids`: of the pods of the budget.
+fn beyond<'a>(
+    budget: &PodDisruptionBudget,
+    uids: &BTreeSet<String>,
+    victims: &[&'a Victim],
+    covered: &mut BTreeSet<&'a str>,
+) -> Option<&'a Victim> {
+    let pods = victims.iter().flat_map(|victim| victim.pods.iter().map(move |pod| (*victim, pod)));
+    let mut disrupted = pods.filter(|(_, pod)| uids.contains(&pod.uid)).enumerate();
+    let permitted = permitted(budget);
+    disrupted.find(|(index, (_, pod))| *index >= permitted || !covered.insert(&pod.uid)).map(|(_, (victim, _))| victim)
+}
+
+/// How many disruptions `budget` permits; none if its status is not of its present spec.
+fn permitted(budget: &PodDisruptionBudget) -> usize {
+    let Some(status) = &budget.status else { return 0 };
+    let is_current = status.observed_generation.unwrap_or(0) >= budget.metadata.generation.unwrap_or(0);
+    if is_current { usize::try_from(status.disruptions_allowed).unwrap_or(0) } else { 0 }
+}
+
+/// The API server does not let `victim` go, or that is not known.
+fn refusal(victim: &Victim, error: ApiError) -> Outcome {
+    match by_api_server(Err(error)) {
+        Outcome::Refused(_) => Outcome::Protected(victim.gang.clone()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pods::record::GangKind;
+    use serde_json::json;
+
+    use super::*;
+
+    fn victim(name: &str, pods: u32, has_job: bool) -> Victim {
+        let namespace = "default".to_owned();
+        let gang = GangId { kind: GangKind::Job, namespace: namespace.clone(), name: name.into(), uid: "u".into() };
+        let pod = |index: u32| {
+            let name = format!("{name}-{index}");
+            PodRef { namespace: namespace.clone(), uid: name.clone(), name }
+        };
+        let pods = (0..pods).map(pod).collect();
+        let job = has_job.then(|| KubeJobRef { namespace: namespace.clone(), name: name.into(), uid: "u".into() });
+        Victim { gang, pods, job }
+    }
+
+    #[test]
+    fn jobs_are_suspended_before_pods_are_evicted() {
+        let victims = [victim("web", 2, false), victim("train", 2, true)];
+        let steps: Vec<_> = steps(&victims).into_iter().map(|(_, step)| step).collect();
+        let [web, train] = &victims;
+        assert_eq!(
+            steps,
+            [Step::Suspend(train.job.as_ref().unwrap()), Step::Evict(&web.pods[0]), Step::Evict(&web.pods[1])]
+        );
+    }
+
+    #[test]
+    fn a_budget_protects_the_first_gang_beyond_what_it_permits() {
+        let (one, two) = (victim("one", 1, false), victim("two", 2, true));
+        let uids = |uids: &[&str]| uids.iter().map(|uid| (*uid).to_owned()).collect::<BTreeSet<_>>();
+        for (allowed, observed, of_budget, expected) in [
+            (3, 2, uids(&["one-0", "two-0", "two-1", "other"]), None),
+            (2, 2, uids(&["one-0", "two-0", "two-1"]), Some("two")),
+            (1, 2, uids(&["one-0", "two-0"]), Some("two")),
+            (0, 2, uids(&["one-0"]), Some("one")),
+            (0, 2, uids(&["other"]), None),
+            (3, 1, uids(&["two-1"]), Some("two")),
+        ] {
+            let budget = serde_json::from_value(json!({
+                "metadata": {"generation": 2},
+                "status": {"disruptionsAllowed": allowed, "observedGeneration": observed, "currentHealthy": 0,
+                    "desiredHealthy": 0, "expectedPods": 0},
+            }));
+            let found = beyond(&budget.unwrap(), &of_budget, &[&one, &two], &mut BTreeSet::new());
+            assert_eq!(found.map(|victim| victim.gang.name.as_str()), expected, "{allowed} {of_budget:?}");
+        }
+        assert_eq!(permitted(&PodDisruptionBudget::default()), 0, "its status is not known yet");
+    }
+}
