@@ -16,7 +16,7 @@ use crate::{
     jobs::{Cause, Job, JobClass, JobState},
     shadow::{Shadow, ShadowRequest, used_cores},
     target::Target,
-    time::{Millis, Moment, SECOND},
+    time::{Moment, SECOND},
     world::{PAUSE, Queues},
 };
 
@@ -57,8 +57,7 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
 
 /// No job waits that could get the cores of a shadow job, no gang does, and Flux gives out cores as soon as one comes.
 fn is_idle(round: &Round) -> bool {
-    let waits = |job: &Job| job.state == JobState::Pending && job.urgency > 0;
-    let none_waits = round.jobs.iter().all(|job| !waits(job) || matches!(job.class, JobClass::Shadow(_)));
+        let none_waits = round.jobs.iter().all(|job| !job.is_waiting() || matches!(job.class, JobClass::Shadow(_)));
     let no_gang_waits = round.gangs.iter().all(|(gang, _)| gang.problem.is_some() || gang.waiting().next().is_none());
     none_waits && no_gang_waits && round.world.under_way.is_empty() && round.broker.queues == Queues::AllStarted
 }
