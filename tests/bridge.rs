@@ -17,15 +17,15 @@ use std::{
     time::Duration,
 };
 
-use bare_cluster::{BareCluster, NAMESPACE, bridge_to, can_resize, client, kubelets, make_account, make_node, pod};
+use bare_cluster::{BareCluster, NAMESPACE, bridge_to, client, kubelets, make_account, make_node, pod};
 use k8s_openapi::api::{
     apps::v1::DaemonSet,
-    core::v1::{Event, Namespace, Pod, PodCondition, ServiceAccount},
+    core::v1::{Event, Namespace, Node, NodeSystemInfo, Pod, PodCondition, ServiceAccount},
     scheduling::v1::PriorityClass,
 };
 use kube::{
     Api, Client, ResourceExt,
-    api::{DeleteParams, ListParams, PostParams},
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
     runtime::wait::await_condition,
 };
 use needs::{NODES, Need, skips_without};
@@ -380,6 +380,13 @@ async fn what_host_jobs_use_is_requested_in_kubernetes() {
     bridge::remove_placeholder_pods(&bed.client).await.unwrap();
     let left = placeholders.list(&ListParams::default()).await.unwrap();
     assert!(left.iter().all(|pod| pod.metadata.deletion_timestamp.is_some()));
+}
+
+/// kubelet of this Node can resize pods in place.
+async fn can_resize(client: &Client, name: &str) {
+    let info = NodeSystemInfo { kubelet_version: "v1.33.0".to_owned(), ..NodeSystemInfo::default() };
+    let status = Patch::Merge(json!({"status": {"nodeInfo": info}}));
+    Api::<Node>::all(client.clone()).patch_status(name, &PatchParams::default(), &status).await.unwrap();
 }
 
 async fn made<K>(api: Api<K>, object: Value)

@@ -23,6 +23,9 @@ use pods::{placeholder, requests::Size};
 const PODS_YAML: &str = include_str!("../../deploy/pods.yaml");
 const INSTALLER: &str = include_str!("../../deploy/daemonset-installer.yaml");
 
+/// What makes a pod another one, and how.
+type Edit = (&'static str, fn(&mut Value));
+
 /// The pod that the bridge makes for node `n1`, with `image`.
 fn for_host_jobs(image: &str) -> Value {
     bridge::placeholder_pod("n1", "u", Some(image), Size { cpu: 2000, memory: 1 << 30 })
@@ -94,7 +97,7 @@ async fn an_agents_token_creates_placeholder_pods_and_no_others() {
         words.contains("agents' own image")
     })
     .await;
-    let edits: [(&str, fn(&mut Value)); 18] = [
+    let edits: [Edit; 18] = [
         ("/metadata/name", |pod| pod["metadata"]["name"] = json!("n2")),
         ("/metadata/generateName", |pod| pod["metadata"] = json!({"generateName": "n"})),
         ("/metadata/labels", |pod| pod["metadata"]["labels"] = json!({"app": "theirs"})),

@@ -88,18 +88,6 @@ pub async fn make_node(client: &Client, name: &str, cores: u32) -> String {
     made.uid().unwrap()
 }
 
-/// kubelet of this Node can resize pods in place.
-pub async fn can_resize(client: &Client, name: &str) {
-    let names = ["architecture", "bootID", "containerRuntimeVersion", "kernelVersion", "kubeProxyVersion", "machineID"];
-    let more = ["operatingSystem", "osImage", "systemUUID"];
-    let mut info: serde_json::Map<_, _> =
-        names.into_iter().chain(more).map(|name| (name.to_owned(), json!(""))).collect();
-    info.insert("kubeletVersion".to_owned(), json!("v1.33.0"));
-    let status = json!({"status": {"nodeInfo": info}});
-    let nodes: Api<Node> = Api::all(client.clone());
-    nodes.patch_status(name, &PatchParams::default(), &Patch::Merge(status)).await.unwrap();
-}
-
 /// Takes up pods that are bound, and removes those that are deleted: for all nodes at once.
 pub async fn kubelets(client: Client) {
     let pods: Api<Pod> = Api::namespaced(client, NAMESPACE);

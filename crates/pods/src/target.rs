@@ -20,13 +20,6 @@ const CONDITION_TAINTS: &str = "node.kubernetes.io/";
 /// First minor version of Kubernetes 1 whose kubelet resizes pods in place by default.
 const RESIZES_SINCE: u32 = 33;
 
-/// Such as 36 for `v1.36.2`.
-fn kubelet_minor(node: &Node) -> Option<u32> {
-    let version = &node.status.as_ref()?.node_info.as_ref()?.kubelet_version;
-    let digits: String = version.strip_prefix("v1.")?.chars().take_while(char::is_ascii_digit).collect();
-    digits.parse().ok()
-}
-
 /// A Node that holds a rank.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Target {
@@ -48,12 +41,12 @@ pub struct Target {
     pub cores: u32,
     /// Hardware threads of a core.
     pub threads: u32,
+    /// What these cores are in thousandths of a hardware thread, as the Node counts CPUs.
+    pub declared_cpu: u64,
     /// kubelet can resize a pod in place (Kubernetes 1.33).
     pub can_resize: bool,
     /// A taint that the spec tolerates keeps ordinary pods off, so neither side accounts for the other here.
     pub is_dedicated: bool,
-    /// What these cores are in thousandths of a hardware thread, as the Node counts CPUs.
-    pub declared_cpu: u64,
 }
 
 /// What a node has for pods.
@@ -135,8 +128,16 @@ impl Target {
     }
 }
 
+/// Such as 36 for `v1.36.2`.
+fn kubelet_minor(node: &Node) -> Option<u32> {
+    let version = &node.status.as_ref()?.node_info.as_ref()?.kubelet_version;
+    let digits: String = version.strip_prefix("v1.")?.chars().take_while(char::is_ascii_digit).collect();
+    digits.parse().ok()
+}
+
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::core::v1::NodeSystemInfo;
     use serde_json::{Value, json};
 
     use super::*;
@@ -191,11 +192,7 @@ mod tests {
             ("2", false),
             ("", false),
         ] {
-            let names = ["architecture", "bootID", "containerRuntimeVersion", "kernelVersion", "kubeProxyVersion"];
-            let more = ["machineID", "operatingSystem", "osImage", "systemUUID"];
-            let mut info: serde_json::Map<_, _> =
-                names.into_iter().chain(more).map(|name| (name.to_owned(), json!(""))).collect();
-            info.insert("kubeletVersion".to_owned(), json!(version));
+            let info = NodeSystemInfo { kubelet_version: version.to_owned(), ..NodeSystemInfo::default() };
             let target = target(json!({}), json!({"nodeInfo": info}), declared(1)).unwrap();
             assert_eq!(target.may_have_placeholder(), expected, "{version}");
         }

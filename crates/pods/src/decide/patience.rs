@@ -27,7 +27,9 @@ pub(super) fn suspend_if_stuck(round: &mut Round, memory: &mut Memory, gang: &Ga
         return;
     }
     let may_write = round.world.namespaces.contains(&gang.id.namespace);
-    let job = gang.job.filter(|job| may_write && gang.size > 1 && !job.is_suspended);
+    // A JobSet would resume its Job at once.
+    let may_suspend = |job: &&KubeJob| !job.is_suspended && job.job_set.is_none();
+    let job = gang.job.filter(|job| may_write && gang.size > 1 && may_suspend(job));
     if let Some(job) = job {
         let reason = SuspendReason::Incomplete;
         round.actions.push(Action::SuspendJob { gang: gang.id.clone(), job: KubeJobRef::from(job), reason });

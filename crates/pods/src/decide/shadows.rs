@@ -57,7 +57,7 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
 
 /// No job waits that could get the cores of a shadow job, no gang does, and Flux gives out cores as soon as one comes.
 fn is_idle(round: &Round) -> bool {
-        let none_waits = round.jobs.iter().all(|job| !job.is_waiting() || matches!(job.class, JobClass::Shadow(_)));
+    let none_waits = round.jobs.iter().all(|job| !job.is_waiting() || matches!(job.class, JobClass::Shadow(_)));
     let no_gang_waits = round.gangs.iter().all(|(gang, _)| gang.problem.is_some() || gang.waiting().next().is_none());
     none_waits && no_gang_waits && round.world.under_way.is_empty() && round.broker.queues == Queues::AllStarted
 }
