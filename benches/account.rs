@@ -1,5 +1,5 @@
 //! How soon Flux holds what pods of another scheduler use of many nodes, and what the lead's agent needs for that: a real API server and a real
-//! Flux, with nodes that are played. The bridge runs in a process of its own, as it does in the lead's agent.
+//! Flux, with simulated nodes. The bridge runs in a process of its own, as it does in the lead's agent.
 //!
 //!     FLUX_PREFIX=… KUBEBUILDER_ASSETS=… cargo bench --bench account -- NODES PODS
 //!

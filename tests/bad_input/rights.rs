@@ -269,7 +269,7 @@ async fn an_agents_token_can_create_nothing_that_outlives_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_can_write_the_status_of_its_own_node_only() {
+async fn an_agents_token_writes_no_other_nodes_status_but_the_account() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     rights(&case).await;
     let left = Api::<FluxNode>::namespaced(agent_on(&case, "left").await, NAMESPACE);
@@ -310,7 +310,7 @@ async fn an_agents_token_can_write_the_status_of_its_own_node_only() {
     let mut there = right.get("right").await.unwrap();
     there.status.get_or_insert_default().message = Some("mine".to_owned());
     assert_eq!(refused(left.replace_status("right", &post, &there).await, "replace").0, 403);
-    // But for the account, by which nobody decides.
+    // Only the account: nothing is decided by it.
     right.patch_status("right", &merge, &Patch::Merge(&online)).await.unwrap();
     let account = |more: Value| {
         let mut status = json!({"account": {"hostJobs": 2, "requestedMilliCpu": 2000}});

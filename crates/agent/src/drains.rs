@@ -1,7 +1,10 @@
 //! Which ranks the lead's broker must drain or undrain: the difference between what the planner wants and what the broker reports.
 //! Ranks that people have drained stay as they are.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use api::IdSet;
 use bridge::Reported;
@@ -39,27 +42,29 @@ impl DrainChange {
     }
 }
 
+/// The bridge of a new agent counts within this time, if it ever does.
+pub const COUNTS_WITHIN: Duration = Duration::from_mins(5);
 /// Reason by which ranks are drained for the bridge.
 const PODS_USE_CORES: &str = "pods of other schedulers use cores that jobs have there";
 
-/// What the planner and the bridge want drained, by reason. A rank that both want has the planner's reason. `has_bridge`: there is one, or soon
-/// will be. Until it has counted, what it had drained before stays so.
+/// What the planner and the bridge want drained, by reason. A rank that both want has the planner's reason. `counts_soon`: pods
+/// through Flux are on, and the agent is new. Until its bridge has counted, the ranks that an earlier one drained stay drained.
 pub fn wanted(
     by_planner: &BTreeMap<String, IdSet>,
-    has_bridge: bool,
+    counts_soon: bool,
     reported: Option<&Reported>,
     drained: &[Drained],
 ) -> BTreeMap<String, IdSet> {
     let overlapping = match reported.and_then(|reported| reported.overlapping_on.clone()) {
         Some(overlapping) => overlapping,
-        None if has_bridge => ranks(drained, |reason| reason.strip_prefix(PREFIX) == Some(PODS_USE_CORES)),
+        None if counts_soon => ranks(drained, |reason| reason.strip_prefix(PREFIX) == Some(PODS_USE_CORES)),
         None => IdSet::default(),
     };
     let is_planners = |rank: &u32| by_planner.values().any(|ranks| ranks.contains(*rank));
-    let others: BTreeSet<_> = overlapping.0.into_iter().filter(|rank| !is_planners(rank)).collect();
+    let by_bridge: BTreeSet<_> = overlapping.0.into_iter().filter(|rank| !is_planners(rank)).collect();
     let mut all = by_planner.clone();
-    if !others.is_empty() {
-        all.insert(PODS_USE_CORES.to_owned(), IdSet(others));
+    if !by_bridge.is_empty() {
+        all.insert(PODS_USE_CORES.to_owned(), IdSet(by_bridge));
     }
     all
 }
@@ -169,7 +174,7 @@ mod tests {
         let set = |text: &str| text.parse::<IdSet>().unwrap();
         let by_planner: BTreeMap<_, _> = [("cordoned".to_owned(), set("1"))].into();
         let drained = |reason: &str| [Drained { ranks: set("3"), reason: format!("{PREFIX}{reason}"), since: 1000.0 }];
-        for (has_bridge, ranks, before, expected) in [
+        for (counts_soon, ranks, before, expected) in [
             (true, Some(""), PODS_USE_CORES, None),
             (true, Some("1"), PODS_USE_CORES, None),
             (true, Some("1-2"), PODS_USE_CORES, Some("2")),
@@ -178,7 +183,7 @@ mod tests {
             (false, None, PODS_USE_CORES, None),
         ] {
             let reported = Reported { overlapping_on: ranks.map(set), ..Reported::default() };
-            let all = wanted(&by_planner, has_bridge, Some(&reported), &drained(before));
+            let all = wanted(&by_planner, counts_soon, Some(&reported), &drained(before));
             assert_eq!(all.get(PODS_USE_CORES).map(IdSet::to_string).as_deref(), expected, "{ranks:?} {before}");
             assert_eq!(all["cordoned"], set("1"));
             let all = wanted(&by_planner, true, None, &drained(before));

@@ -148,7 +148,7 @@ pub struct PodCounts {
     /// or its broker was started last.
     #[serde(default)]
     pub overlaps: u32,
-    /// How long the longest of these lasted, or lasts, in seconds.
+    /// How long the longest of `overlaps` has lasted, in seconds.
     #[serde(default)]
     pub longest_overlap_seconds: u32,
     /// Why the API server has refused, within the past minute, to make, resize or delete a placeholder pod (namespace `flux-host-jobs`). Until

@@ -259,7 +259,7 @@ pub struct LeadFailed {
     pub last_words: Option<String>,
 }
 
-/// What Flux and Kubernetes hold of a node for each other, in Flux's cores.
+/// How many cores of a node jobs and pods have, as Flux counts cores.
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Account {
@@ -269,7 +269,7 @@ pub struct Account {
     /// Cores that the jobs of gangs have.
     #[serde(default)]
     pub gangs: u32,
-    /// Cores that pods of other schedulers use (see `spec.pods.tolerance`).
+    /// Cores that pods of other schedulers use (see `spec.pods.tolerance`), or will use once kubelet has resized them.
     #[serde(default)]
     pub other_pods: u32,
     /// Of these, cores that a job has, too.
@@ -280,7 +280,7 @@ pub struct Account {
     pub requested_milli_cpu: Option<u64>,
 }
 
-/// State of the node. Its own agent writes it, but `account`.
+/// State of the node. Its own agent writes it; only `account` comes from the lead's agent.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(transform = RecursiveTransform(crate::times::only_utc))]
@@ -349,7 +349,7 @@ pub struct FluxNodeStatus {
     /// Lead only: pods through Flux; unset while that is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pods: Option<PodCounts>,
-    /// What Flux and Kubernetes hold of this node for each other; the lead's agent writes it, at most every five seconds. Unset: pods
+    /// How many cores of this node jobs and pods have. The lead's agent writes it, at most every five seconds. Unset: pods
     /// through Flux are off, or the node holds no rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub account: Option<Account>,

@@ -42,7 +42,7 @@ pub(crate) struct Tools {
     pub(crate) broker: Arc<rfc3::Client>,
     /// Name of the agent's pod.
     pub(crate) identity: Arc<str>,
-    pub(crate) image: Arc<placeholders::Image>,
+    pub(crate) image: Arc<placeholders::ImageCache>,
 }
 
 impl Tools {

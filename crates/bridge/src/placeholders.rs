@@ -28,18 +28,18 @@ const PRIORITY_CLASS: &str = "flux-host-jobs";
 const CONTAINER: &str = "host-jobs";
 /// Pause if the pod was made or exchanged since it was seen.
 const CHANGED_PAUSE: Duration = Duration::from_secs(1);
-/// Pause if the API server has not answered, of which host jobs on many nodes must not make a thousand requests a second.
+/// Pause if the API server does not answer: host jobs on many nodes must not send it a thousand requests a second.
 const NO_ANSWER_PAUSE: Duration = Duration::from_secs(5);
 /// How long the image of the agents is not asked for again.
 const IMAGE_KNOWN_FOR: Duration = Duration::from_secs(10);
 
-/// The image of placeholder pods, once it is known, and since when.
-pub(crate) type Image = Mutex<Option<(Instant, Option<String>)>>;
+/// The agents' image, and when it was read; None inside if the DaemonSet names none. Empty until somebody asks.
+pub(crate) type ImageCache = Mutex<Option<(Instant, Option<String>)>>;
 
 /// Carries out `step`.
-pub(crate) async fn carry_out(client: &Client, image: &Image, step: &PlaceholderStep) -> Outcome {
+pub(crate) async fn carry_out(client: &Client, cache: &ImageCache, step: &PlaceholderStep) -> Outcome {
     let done = match step {
-        PlaceholderStep::Make { node, node_uid, size } => make(client, image, node, node_uid, *size).await,
+        PlaceholderStep::Make { node, node_uid, size } => make(client, cache, node, node_uid, *size).await,
         PlaceholderStep::Resize { pod, size } => resize(client, pod, *size).await,
         PlaceholderStep::Remove { pod } => remove(client, pod).await,
     };
@@ -61,22 +61,22 @@ pub(crate) async fn carry_out(client: &Client, image: &Image, step: &Placeholder
     }
 }
 
-async fn make(client: &Client, image: &Image, node: &str, node_uid: &str, size: Size) -> Result<(), ApiError> {
-    let agents_image = agents_image(client, image).await?;
+async fn make(client: &Client, cache: &ImageCache, node: &str, node_uid: &str, size: Size) -> Result<(), ApiError> {
+    let agents_image = agents_image(client, cache).await?;
     let pod = serde_json::from_value(pod(node, node_uid, agents_image.as_deref(), size))
         .map_err(|error| ApiError::Content { object: format!("placeholder pod {node}"), reason: error.to_string() })?;
     let (pods, parameters) = (placeholder_pods(client), PostParams::default());
     let made = call(format!("create placeholder pod {node}"), pods.create(&parameters, &pod)).await;
     if made.is_err() {
         // The agents may have got another one meanwhile.
-        *image.lock().await = None;
+        *cache.lock().await = None;
     }
     made.map(drop)
 }
 
-/// The image of the agents. A job over many nodes has many pods made at once: one of them asks.
-async fn agents_image(client: &Client, image: &Image) -> Result<Option<String>, ApiError> {
-    let mut known = image.lock().await;
+/// The image of the agents. For a job over many nodes, many pods are made at once: only one of them asks the API server.
+async fn agents_image(client: &Client, cache: &ImageCache) -> Result<Option<String>, ApiError> {
+    let mut known = cache.lock().await;
     if let Some((_, image)) = known.as_ref().filter(|(since, _)| since.elapsed() < IMAGE_KNOWN_FOR) {
         return Ok(image.clone());
     }

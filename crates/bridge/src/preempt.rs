@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::{core::v1::Pod, policy::v1::PodDisruptionBudget};
 use kube::{Api, ResourceExt, api::ListParams, core::Selector};
-use tracing::info;
+use tracing::{info, warn};
 
+use base::error_chain;
 use cluster::{ApiError, call};
 use pods::{
     action::{KubeJobRef, PodRef, Reason, Tell, Victim},
@@ -64,20 +65,26 @@ impl Tools {
             by_namespace.entry(&victim.gang.namespace).or_default().push(victim);
         }
         for (namespace, victims) in by_namespace {
-            match self.protected(namespace, &victims).await {
+            match self.first_protected(namespace, &victims).await {
                 Ok(Some((victim, budget))) => {
                     info!(victim = %victim.gang, budget, "a PodDisruptionBudget protects a gang that was to make way");
                     return Err(Outcome::Protected(victim.gang.clone()));
                 }
                 Ok(None) => {}
-                Err(error) => return Err(victims.first().map_or(Outcome::Failed, |victim| refusal(victim, error))),
+                Err(error) => {
+                    warn!(
+                        error = error_chain(&error),
+                        "nothing makes way for others: can't read the PodDisruptionBudgets"
+                    );
+                    return Err(Outcome::Failed);
+                }
             }
         }
         Ok(())
     }
 
     /// A victim in `namespace` that must stay though the victims before it may go, with the PodDisruptionBudget that says so.
-    async fn protected<'a>(
+    async fn first_protected<'a>(
         &self,
         namespace: &str,
         victims: &[&'a Victim],
@@ -133,10 +140,13 @@ fn permitted(budget: &PodDisruptionBudget) -> usize {
     if is_current { usize::try_from(status.disruptions_allowed).unwrap_or(0) } else { 0 }
 }
 
-/// The API server does not let `victim` go, or that is not known.
+/// What an error says about a request to let `victim` go.
 fn refusal(victim: &Victim, error: ApiError) -> Outcome {
     match by_api_server(Err(error)) {
-        Outcome::Refused(_) => Outcome::Protected(victim.gang.clone()),
+        Outcome::Refused(words) => {
+            warn!(victim = %victim.gang, words, "the API server does not let a gang make way: it is left alone for two hours");
+            Outcome::Protected(victim.gang.clone())
+        }
         other => other,
     }
 }

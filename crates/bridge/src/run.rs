@@ -55,6 +55,8 @@ const TICK: Duration = Duration::from_secs(1);
 const CONNECT_AGAIN: Duration = Duration::from_millis(500);
 /// What keeps the bridge from serving pods is reported after this long: most restarts take less.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
+/// What keeps the bridge from serving pods for this long may last: ranks must not stay drained for pods that nobody sees any more.
+const UNKNOWN_AFTER: Duration = Duration::from_mins(5);
 
 /// Serves pods until the future is dropped.
 pub async fn run(bridge: Bridge) {
@@ -221,7 +223,11 @@ impl Kubernetes {
                     overlapping_on: accounts.overlapping_on.clone().or_else(|| before.overlapping_on.clone()),
                 },
                 // Pods run on, though nobody counts them now.
-                _ => before.clone(),
+                _ => {
+                    let is_long = since.is_some_and(|since| since.elapsed() >= UNKNOWN_AFTER);
+                    let overlapping_on = before.overlapping_on.clone().filter(|_| !is_long);
+                    Reported { overlapping_on, ..before.clone() }
+                }
             };
             reported.counts.waits_for =
                 waits_for.clone().filter(|_| since.is_some_and(|since| since.elapsed() >= REPORT_AFTER));
@@ -381,7 +387,7 @@ fn namespaces<'a>(
     bridged: impl Iterator<Item = &'a PodView>,
     jobs: impl Iterator<Item = &'a KubeJob>,
 ) -> BTreeSet<String> {
-    let suspended = jobs.filter(|job| job.is_to_be_resumed()).map(|job| &job.namespace);
+    let suspended = jobs.filter(|job| job.has_annotation_to_remove()).map(|job| &job.namespace);
     bridged.map(|pod| &pod.namespace).chain(suspended).cloned().collect()
 }
 

@@ -42,7 +42,7 @@ pub(crate) enum Outcome {
     Done(Option<JobId>),
     /// It was certainly not done.
     Failed,
-    /// As [`Outcome::Failed`], and it would be refused again. With the words of who refused it.
+    /// As [`Outcome::Failed`], and it would be refused again, with this message.
     Refused(String),
     /// Nothing makes way, or not all, because the API server does not let this gang go.
     Protected(GangId),
@@ -222,7 +222,7 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
             victims.iter().flat_map(|victim| &victim.pods).all(|pod| is_going(pod, pods))
         }
         Action::SuspendJob { job, .. } => facts.jobs.get(&job.uid).is_none_or(|job| job.is_suspended),
-        Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.is_to_be_resumed()),
+        Action::ResumeJob(job) => facts.jobs.get(&job.uid).is_none_or(|job| !job.has_annotation_to_remove()),
         Action::Placeholder(PlaceholderStep::Make { node, .. }) => {
             pods.by_uid.values().any(|pod| pod.placeholder.is_some() && pod.name == *node)
         }

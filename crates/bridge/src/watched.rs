@@ -271,8 +271,8 @@ fn of_job_set(job: &Job) -> Option<OfJobSet> {
     Some(OfJobSet {
         name: owner.name.clone(),
         uid: owner.uid.clone(),
-        attempt: label("restart-attempt")?.clone(),
-        jobs: label("global-replicas")?.parse().ok()?,
+        attempt: label("restart-attempt").cloned().unwrap_or_default(),
+        jobs: label("global-replicas").and_then(|jobs| jobs.parse().ok()).unwrap_or(0),
     })
 }
 

@@ -46,7 +46,7 @@ impl Caches {
         let all = watcher::Config::default;
         let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
         let flux_nodes = watcher(Api::namespaced(client.clone(), NAMESPACE), all()).default_backoff();
-        let (flux_nodes, flux_node_changes) = cached(flux_nodes.modify(cut_texts));
+        let (flux_nodes, flux_node_changes) = cached(flux_nodes.modify(keep_for_planning));
         let flux_node_changes = skip_irrelevant(flux_node_changes.inspect(warn_if_unreadable), planned_by);
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
@@ -116,8 +116,8 @@ fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
     }
 }
 
-/// A hash of all that planning may depend on; a copy of each FluxNode would double what they take of the memory. None: this version can't
-/// read it.
+/// A hash of all that planning may depend on; a copy of each FluxNode would double what they take of the memory. None: this
+/// version can't read it.
 fn planned_by(node: &DeserializeGuard<FluxNode>) -> Option<u64> {
     let FluxNode { metadata, spec, status } = node.0.as_ref().ok()?;
     let metadata = ObjectMeta { resource_version: None, managed_fields: None, ..metadata.clone() };
@@ -126,11 +126,11 @@ fn planned_by(node: &DeserializeGuard<FluxNode>) -> Option<u64> {
     Some(hasher.finish())
 }
 
-/// Cuts texts that no agent of ours writes that long. The planner copies them into the FluxInstance's status and into the specs of other
+/// Drops the account, on which planning does not depend and which changes every few seconds, and cuts texts that no agent of ours
+/// writes that long. The planner copies them into the FluxInstance's status and into the specs of other
 /// FluxNodes, which have to fit into etcd. Sets of ranks stay whole: a part of one says that jobs run nowhere else.
-fn cut_texts(node: &mut DeserializeGuard<FluxNode>) {
+fn keep_for_planning(node: &mut DeserializeGuard<FluxNode>) {
     let Ok(FluxNode { status: Some(status), .. }) = &mut node.0 else { return };
-    // Planning does not depend on it, and on a busy node it changes every few seconds.
     status.account = None;
     let phase = if let NodePhase::Other(word) = &mut status.phase { Some(word) } else { None };
     let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
@@ -291,7 +291,7 @@ mod tests {
         let node =
             json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": filled(schema, "", &json!(ranks))});
         let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
-        cut_texts(&mut node);
+        keep_for_planning(&mut node);
         let status = node.0.unwrap().status.unwrap();
         let whole = ONLY_COMPARED.into_iter().chain(SETS).map(str::to_owned).collect();
         assert_eq!(long_texts(&json!(status), ""), whole);
@@ -303,7 +303,7 @@ mod tests {
         let status = json!({"phase": "Failed", "message": format!("a{}", "ä".repeat(LONGEST_TEXT))});
         let node = json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": status});
         let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
-        cut_texts(&mut node);
+        keep_for_planning(&mut node);
         let message = node.0.unwrap().status.unwrap().message.unwrap();
         assert_eq!(message, format!("a{}", "ä".repeat(LONGEST_TEXT / 2 - 1)));
     }
@@ -315,7 +315,7 @@ mod tests {
             let status = json!({"phase": phase, "account": {"hostJobs": host_jobs}});
             let node = json!({"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status});
             let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
-            cut_texts(&mut node);
+            keep_for_planning(&mut node);
             watcher::Event::Apply(node)
         };
         let mut known = HashMap::new();

@@ -72,7 +72,7 @@ pub enum Action {
         /// Why.
         reason: SuspendReason,
     },
-    /// Resume a Job for which [`KubeJob::is_to_be_resumed`], and remove the annotation. The Job shows it.
+    /// Resume a Job for which [`KubeJob::has_annotation_to_remove`], and remove the annotation. The Job shows it.
     ResumeJob(KubeJobRef),
     /// Change the shadow jobs of a rank. The journal shows it.
     Shadow(ShadowStep),
@@ -288,22 +288,22 @@ impl Action {
         }
     }
 
-    /// The gang whose jobs or pods it changes. Binding one pod and telling one do not keep the rest of the gang from acting.
-    pub fn occupies(&self) -> Option<&GangId> {
+    /// The gangs whose jobs or pods it changes. Binding one pod and telling one do not keep the rest of the gang from acting.
+    pub fn occupies(&self) -> Vec<&GangId> {
         match self {
-            Self::Submit(request) | Self::Resubmit { request, .. } => Some(&request.record.gang),
+            Self::Submit(request) | Self::Resubmit { request, .. } => vec![&request.record.gang],
             Self::Cancel { gang, .. }
             | Self::Finish { gang, .. }
             | Self::Evict { gang, .. }
-            | Self::SuspendJob { gang, .. } => Some(gang),
+            | Self::SuspendJob { gang, .. } => vec![gang],
+            Self::Preempt { victims, .. } => victims.iter().map(|victim| &victim.gang).collect(),
             Self::Bind(_)
-            | Self::Preempt { .. }
             | Self::Tell(_)
             | Self::ResumeJob(_)
             | Self::Shadow(_)
             | Self::StopQueues(_)
             | Self::Placeholder(_)
-            | Self::StartQueues => None,
+            | Self::StartQueues => Vec::new(),
         }
     }
 }

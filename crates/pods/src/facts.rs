@@ -55,7 +55,7 @@ pub struct KubeJob {
     pub is_suspended: bool,
     /// [`ANNOTATION_SUSPENDED`].
     pub suspended_for: Option<SuspendReason>,
-    /// status.startTime: when its pods were first wanted, or last after it was suspended. None while it is suspended.
+    /// status.startTime: when the Job was last started or resumed. None while it is suspended.
     pub began: Option<Moment>,
     /// Its pods are for Flux, and belong to no gang by annotations or labels of their own.
     pub joins_job_set: bool,
@@ -70,9 +70,9 @@ pub struct OfJobSet {
     pub name: String,
     /// uid of the owner.
     pub uid: String,
-    /// Label `restart-attempt`: a JobSet that restarts makes its Jobs again.
+    /// Label `restart-attempt`: a JobSet that restarts makes its Jobs again. Empty without the label.
     pub attempt: String,
-    /// Label `global-replicas`: the number of its Jobs.
+    /// Label `global-replicas`: the number of its Jobs. 0 without the label: then its Jobs are gangs by themselves.
     pub jobs: u32,
 }
 
@@ -142,9 +142,9 @@ impl SuspendReason {
 }
 
 impl KubeJob {
-    /// The bridge has suspended it so that its gang begins again, and is to resume it. Or somebody else has resumed it, and the annotation
-    /// must go: otherwise the bridge would resume the Job when that person suspends it again.
-    pub fn is_to_be_resumed(&self) -> bool {
+    /// The bridge must remove its annotation: it has suspended the Job and is to resume it, or somebody else has resumed the Job. Otherwise the
+    /// bridge would resume the Job when that person suspends it again.
+    pub fn has_annotation_to_remove(&self) -> bool {
         match self.suspended_for {
             Some(SuspendReason::Incomplete | SuspendReason::Preempted) => true,
             Some(SuspendReason::Canceled) => !self.is_suspended,

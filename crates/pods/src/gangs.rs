@@ -329,7 +329,7 @@ fn of_job_set(
     id: impl Fn(GangKind, &str) -> GangId,
 ) -> Option<(GangId, Result<u32, Problem>)> {
     let (of, set) = (job.job_set.as_ref().filter(|_| job.joins_job_set)?, facts.job_sets.get(&job.job_set_id()?)?);
-    let needed = set.needed?;
+    let needed = set.needed.filter(|_| of.jobs > 0)?;
     let is_whole = set.begun >= of.jobs;
     // A pod may be seen before its Job says when it began.
     let (first, last) = set.between.unwrap_or((now, now));

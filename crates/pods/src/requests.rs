@@ -42,6 +42,18 @@ pub struct Size {
     pub memory: u64,
 }
 
+impl Size {
+    /// Both together.
+    pub fn saturating_add(self, other: Self) -> Self {
+        Self { cpu: self.cpu.saturating_add(other.cpu), memory: self.memory.saturating_add(other.memory) }
+    }
+
+    /// What is left without `other`.
+    pub fn saturating_sub(self, other: Self) -> Self {
+        Self { cpu: self.cpu.saturating_sub(other.cpu), memory: self.memory.saturating_sub(other.memory) }
+    }
+}
+
 /// A port of the node that a container listens on.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HostPort {
@@ -83,7 +95,7 @@ impl Requests {
     /// # Errors
     /// [`UnreadableRequest`].
     pub fn of(pod: &Pod) -> Result<Self, UnreadableRequest> {
-        Self::where_granted(pod, resize_pending(pod) == Some(INFEASIBLE))
+        Self::read(pod, resize_pending(pod) == Some(INFEASIBLE))
     }
 
     /// What of the CPU and memory kubelet has not granted yet, because it has deferred a resize of the pod until there is room.
@@ -94,14 +106,13 @@ impl Requests {
         if resize_pending(pod) != Some(DEFERRED) {
             return Ok(Size::default());
         }
-        let (wished, granted) = (Self::of(pod)?, Self::where_granted(pod, true)?);
-        Ok(Size { cpu: wished.cpu.saturating_sub(granted.cpu), memory: wished.memory.saturating_sub(granted.memory) })
+        Ok(Self::of(pod)?.size().saturating_sub(Self::read(pod, true)?.size()))
     }
 
-    /// `only`: of what a container asks, only what kubelet has granted counts.
-    fn where_granted(pod: &Pod, only: bool) -> Result<Self, UnreadableRequest> {
+    /// Reads the requests. `only_granted`: of a container whose resize waits, what kubelet has granted counts, not what the spec asks for.
+    fn read(pod: &Pod, only_granted: bool) -> Result<Self, UnreadableRequest> {
         let Some(spec) = &pod.spec else { return Ok(Self::default()) };
-        let mut amounts = of_containers(spec, pod.status.as_ref(), only)?;
+        let mut amounts = of_containers(spec, pod.status.as_ref(), only_granted)?;
         let own = spec.resources.as_ref().and_then(|own| own.requests.as_ref());
         for (name, amount) in Amounts::read(own)?.0 {
             if matches!(name.as_str(), "cpu" | "memory") || name.starts_with("hugepages-") {
@@ -110,6 +121,11 @@ impl Requests {
         }
         amounts.add(&Amounts::read(spec.overhead.as_ref())?);
         Ok(Self { ports: host_ports(spec), ..amounts.into() })
+    }
+
+    /// The CPU and memory.
+    pub fn size(&self) -> Size {
+        Size { cpu: self.cpu, memory: self.memory }
     }
 
     /// Adds `other`.

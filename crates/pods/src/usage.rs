@@ -28,8 +28,7 @@ impl Usage {
 
     /// What kubelet has granted of the CPU and memory.
     pub fn granted(&self) -> Size {
-        let Self { requests, deferred, .. } = self;
-        Size { cpu: requests.cpu.saturating_sub(deferred.cpu), memory: requests.memory.saturating_sub(deferred.memory) }
+        self.requests.size().saturating_sub(self.deferred)
     }
 }
 
@@ -57,8 +56,7 @@ impl UsageByNode {
             }
             usage.add(node, &pod.requests);
             if let Some(all) = usage.all.get_mut(node) {
-                all.deferred.cpu = all.deferred.cpu.saturating_add(pod.deferred.cpu);
-                all.deferred.memory = all.deferred.memory.saturating_add(pod.deferred.memory);
+                all.deferred = all.deferred.saturating_add(pod.deferred);
             }
             if is_foreign {
                 usage.foreign.entry(node.clone()).or_default().add(&pod.requests);

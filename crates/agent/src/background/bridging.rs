@@ -33,8 +33,8 @@ pub struct Bridging {
     node: String,
     running: Option<Running>,
     cleanup: Option<Cleanup>,
-    /// The instance is over, and this node's placeholder pod is removed.
-    is_over: bool,
+    /// The instance is over and no broker runs here: this node's placeholder pod has been, or is being, removed.
+    removes_placeholder: bool,
 }
 
 /// Ends what an earlier bridge left.
@@ -71,7 +71,13 @@ enum Wanted<'a> {
 impl Bridging {
     /// `identity`: the name of this agent's pod. `node`: that of this node.
     pub fn new(identity: &str, node: &str) -> Self {
-        Self { identity: identity.to_owned(), node: node.to_owned(), running: None, cleanup: None, is_over: false }
+        Self {
+            identity: identity.to_owned(),
+            node: node.to_owned(),
+            running: None,
+            cleanup: None,
+            removes_placeholder: false,
+        }
     }
 
     /// Begins, tells or ends the bridge, as it is wanted now.
@@ -80,10 +86,10 @@ impl Bridging {
         if !matches!(wanted, Wanted::Bridge { .. }) {
             self.running = None;
         }
-        let was_over =
-            std::mem::replace(&mut self.is_over, inputs.instance == Instance::Over && inputs.host.broker.is_none());
-        if self.is_over && !was_over {
-            // There may be no bridge any more that would, nor come one.
+        let is_over = inputs.instance == Instance::Over && inputs.host.broker.is_none();
+        let was_over = std::mem::replace(&mut self.removes_placeholder, is_over);
+        if is_over && !was_over {
+            // Perhaps no bridge is left to remove it, and none will come.
             let (client, node) = (ops.client.clone(), self.node.clone());
             tokio::spawn(async move {
                 until_removed(|| bridge::remove_placeholder_pod(&client, &node)).await;
@@ -158,7 +164,7 @@ impl Bridging {
     }
 }
 
-/// Tries until placeholder pods are removed.
+/// Calls `remove` until it succeeds, or the API server forbids it.
 async fn until_removed<F: Future<Output = Result<(), ApiError>>>(remove: impl Fn() -> F) {
     while let Err(error) = remove().await {
         // deploy/pods.yaml is not applied, so no bridge has made any.

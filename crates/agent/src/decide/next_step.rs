@@ -185,7 +185,8 @@ fn keep(
     let drains = inputs.broker.instance.as_ref().filter(|_| is_lead);
     let drains = drains.and_then(|instance| {
         let has_bridge = inputs.roster.as_ref().is_some_and(|roster| roster.settings.pods);
-        let wanted = drains::wanted(&spec.drain, has_bridge, inputs.bridge.as_ref(), &instance.drained);
+        let counts_soon = has_bridge && inputs.agent_age < drains::COUNTS_WITHIN;
+        let wanted = drains::wanted(&spec.drain, counts_soon, inputs.bridge.as_ref(), &instance.drained);
         drains::change(&wanted, instance, inputs.unix_time)
     });
     // A rank that leaves gets no new jobs, also if the resources can't be loaded; one that comes back gets jobs only with its own

@@ -108,9 +108,10 @@ pub fn node_status(
         pending_nodes: inputs.broker.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
         pods: inputs.bridge.as_ref().filter(|_| is_lead).map(|reported| reported.counts.clone()),
         // The lead's agent writes it, while the node has a rank there.
-        account: before
-            .account
-            .filter(|_| inputs.spec.pods.enabled && inputs.own_spec().is_some_and(|spec| spec.rank.is_some())),
+        account: before.account.filter(|_| {
+            inputs.roster.as_ref().is_none_or(|roster| roster.settings.pods)
+                && inputs.own_spec().is_some_and(|spec| spec.rank.is_some())
+        }),
         held_back_job: inputs.broker.fits_since.filter(|_| is_lead).and_then(|held| held_back(held, inputs.at)),
         stopped_queues: Some(inputs.broker.stopped_queues.join("; ")).filter(|queues| is_lead && !queues.is_empty()),
         drained: instance.map(|instance| drains::in_effect(wanted_drains, &instance.drained)),

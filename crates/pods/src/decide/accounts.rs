@@ -1,4 +1,4 @@
-//! What Flux and Kubernetes hold of each node for each other, and where both hold the same cores.
+//! How many cores of each node jobs and pods have, and how many of them both have.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::{
     time::{Millis, SECOND},
 };
 
-/// Cores that are used twice for less than this are not reported as such: a pod may be about to end.
+/// An overlap counts once it has lasted this long: before, a pod may be about to end.
 const LASTS: Millis = 2 * SECOND;
 
 /// The account of all nodes.
@@ -60,24 +60,26 @@ pub(super) fn report(round: &mut Round, accounts: &BTreeMap<Rank, Account>, memo
     let known = memory.begun.get_or_insert(now).saturating_add(LASTS);
     round.wake_at(known);
     let is_overlap = |account: &Account| account.overlapping > 0 && account.host_jobs > 0;
-    memory.since.retain(|rank, since| {
+    for (rank, _) in accounts.iter().filter(|(_, account)| is_overlap(account)) {
+        memory.since.entry(*rank).or_insert(now);
+    }
+    let OverlapMemory { since, counted, count, longest, .. } = memory;
+    since.retain(|rank, since| {
         let lasts = accounts.get(rank).is_some_and(is_overlap);
-        if !lasts && memory.counted.0.remove(rank) {
-            memory.longest = memory.longest.max(now.saturating_sub(*since));
+        let counts_at = since.saturating_add(LASTS);
+        if lasts && now < counts_at {
+            round.wake_at(counts_at);
+        } else if lasts && counted.0.insert(*rank) {
+            *count = count.saturating_add(1);
+        }
+        if counted.contains(*rank) {
+            *longest = (*longest).max(now.saturating_sub(*since));
+        }
+        if !lasts {
+            counted.0.remove(rank);
         }
         lasts
     });
-    for rank in accounts.iter().filter(|(_, account)| is_overlap(account)).map(|(rank, _)| *rank) {
-        let since = *memory.since.entry(rank).or_insert(now);
-        if now < since.saturating_add(LASTS) {
-            round.wake_at(since.saturating_add(LASTS));
-            continue;
-        }
-        memory.longest = memory.longest.max(now.saturating_sub(since));
-        if memory.counted.0.insert(rank) {
-            memory.count = memory.count.saturating_add(1);
-        }
-    }
     let node = |(rank, account): (&Rank, &Account)| Some((round.world.targets.get(rank)?.node.clone(), *account));
     Accounts {
         nodes: accounts.iter().filter_map(node).collect(),

@@ -1,5 +1,5 @@
-//! `flux cancel` of a gang's job evicts its gang, or suspends its Job. Not that of a JobSet, which resumes its Jobs, and counts evicted pods as
-//! failures: its pods get their cores again.
+//! `flux cancel` of a gang's job evicts its gang, or suspends its Job. Not that of a JobSet, which resumes its Jobs, and
+//! counts evicted pods as failures: its pods get their cores again.
 //!
 //! A broker that stops cancels every running job, and a stop must never touch a pod. So a cancel counts only if the broker
 //! was in state run when it came, and is still in that life of state run a moment later.
@@ -68,7 +68,10 @@ pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &GangJob)]) -
     true
 }
 
-/// The gang is all that the Job runs.
+/// The gang is all that the Job runs, and the Job owns all of the gang, so that it can be suspended for the gang. A JobSet would resume it at
+/// once.
 pub(super) fn is_whole_job(gang: &Gang, job: &KubeJob) -> bool {
-    gang.size >= job.pods_at_a_time()
+    let is_owned = |pod: &PodView| pod.owner.as_ref().is_some_and(|owner| owner.uid == job.uid);
+    let owns_all = gang.members.iter().filter(|pod| pod.stays()).all(|pod| is_owned(pod));
+    job.job_set.is_none() && owns_all && gang.size >= job.pods_at_a_time()
 }

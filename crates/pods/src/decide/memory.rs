@@ -49,9 +49,9 @@ pub(super) struct Helped {
 /// Where host jobs have cores that pods of other schedulers use.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct OverlapMemory {
-    /// Since when they are counted.
+    /// When the bridge began to count.
     pub begun: Option<Moment>,
-    /// Since when.
+    /// Since when each rank has had an overlap.
     pub since: BTreeMap<Rank, Moment>,
     /// The ranks where that has lasted for long enough to be counted.
     pub counted: IdSet,
@@ -76,7 +76,7 @@ pub(super) struct PlaceholderMemory {
     pub replaced: u32,
     /// When the bridge last made or resized it.
     pub changed: Moment,
-    /// Cores of host jobs that it asks for.
+    /// Cores of host jobs when it last had the size that it was to have, or fewer if they have become fewer since.
     pub host_cores: u32,
     /// Since when it has left other pods too little room.
     pub too_large_since: Option<Moment>,

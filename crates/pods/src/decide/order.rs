@@ -1,5 +1,5 @@
-//! Among gangs of one urgency, the one with the highest priority is first, and of these the one that came into the queue first, though a job that
-//! was submitted again is behind the others. A job whose urgency an administrator has changed (`flux job urgency`) stays where that puts it.
+//! Orders gangs of one urgency: the highest priority first, then the gang that came into the queue first. To move behind another
+//! one, a job is submitted again. A job whose urgency an administrator has changed (`flux job urgency`) stays where it is.
 
 use super::{
     queue::{QueuePlace, WaitingJob, may_change_at},

@@ -3,7 +3,7 @@
 //!
 //! Pods are never deleted one by one, because each counts on the Job's backoffLimit.
 
-use super::{memory::Memory, round::Round, words::is_not_taken_up};
+use super::{cancels::is_whole_job, memory::Memory, round::Round, words::is_not_taken_up};
 use crate::{
     action::{Action, KubeJobRef},
     facts::{KubeJob, SuspendReason},
@@ -27,8 +27,7 @@ pub(super) fn suspend_if_stuck(round: &mut Round, memory: &mut Memory, gang: &Ga
         return;
     }
     let may_write = round.world.namespaces.contains(&gang.id.namespace);
-    // A JobSet would resume its Job at once.
-    let may_suspend = |job: &&KubeJob| !job.is_suspended && job.job_set.is_none();
+    let may_suspend = |job: &&KubeJob| !job.is_suspended && is_whole_job(gang, job);
     let job = gang.job.filter(|job| may_write && gang.size > 1 && may_suspend(job));
     if let Some(job) = job {
         let reason = SuspendReason::Incomplete;
@@ -40,7 +39,7 @@ pub(super) fn suspend_if_stuck(round: &mut Round, memory: &mut Memory, gang: &Ga
 
 /// Resumes the Jobs that the bridge has suspended so that they begin again, once it waits for none of their pods.
 pub(super) fn resume(round: &mut Round) {
-    let jobs = round.world.facts.jobs.values().filter(|job| job.is_to_be_resumed());
+    let jobs = round.world.facts.jobs.values().filter(|job| job.has_annotation_to_remove());
     for job in jobs.filter(|job| round.world.namespaces.contains(&job.namespace)) {
         let (until, resume) = (waits_for_pods_until(round, job), Action::ResumeJob(KubeJobRef::from(job)));
         if round.now < until {

@@ -47,7 +47,7 @@ struct Inputs<'a> {
     can_be_made: bool,
     /// Other pods leave room for the least.
     can_stay: bool,
-    /// What the pod has leaves the other pods their room.
+    /// What the pod has leaves the other pods their room: more than it asks for, while kubelet has not shrunk it yet.
     leaves_room: bool,
     now: Moment,
 }
@@ -84,7 +84,7 @@ pub(super) fn keep(round: &mut Round, memory: &mut BTreeMap<String, PlaceholderM
             found,
             can_be_made: !target.is_cordoned() && fits(target, usage, size),
             can_stay: fits(target, usage, LEAST),
-            leaves_room: found.is_none_or(|(pod, _)| fits(target, usage, counted(pod))),
+            leaves_room: found.is_none_or(|(pod, _)| fits(target, usage, pod.requests.size())),
             now: round.now,
         };
         match next(&inputs, memory.entry(target.node.clone()).or_default()) {
@@ -117,8 +117,9 @@ fn next(inputs: &Inputs, memory: &mut PlaceholderMemory) -> Next {
     let Inputs { target, size, host_cores, now, .. } = *inputs;
     let is_idle = host_cores == 0;
     memory.idle_since = is_idle.then(|| memory.idle_since.unwrap_or(now));
+    memory.host_cores = memory.host_cores.min(host_cores);
     let Some((pod, placeholder)) = inputs.found else {
-        let at = memory.may_be_made_at(now);
+        let at = memory.note_gone(now);
         return match inputs.can_be_made && !is_idle {
             false => Next::Nothing,
             true if now < at => Next::At(at),
@@ -139,12 +140,14 @@ fn next(inputs: &Inputs, memory: &mut PlaceholderMemory) -> Next {
         return Next::Do(PlaceholderStep::Remove { pod: PodRef::from(pod) });
     }
     let asks = placeholder.asks;
+    if size == asks && inputs.leaves_room {
+        // Only what shows is noted: a resize that was decided may have been refused, or dropped.
+        memory.host_cores = host_cores;
+    }
     // Room that others need is left at once, of each resource; nothing is taken meanwhile.
     let less = Size { cpu: size.cpu.min(asks.cpu), memory: size.memory.min(asks.memory) };
     let size = if inputs.leaves_room { size } else { less };
     if size == asks || pod.is_deleting() {
-        // Only what shows is noted: a resize that was decided may have been refused, or dropped.
-        memory.host_cores = host_cores;
         memory.room_since = None;
         let looks = [
             memory.idle_since.map(|since| since.saturating_add(KEPT_FOR)),
@@ -179,8 +182,8 @@ impl PlaceholderMemory {
         self.gone_since = None;
     }
 
-    /// There is none: when another one may be made.
-    fn may_be_made_at(&mut self, now: Moment) -> Moment {
+    /// Notes that there is no pod. Returns when another one may be made.
+    fn note_gone(&mut self, now: Moment) -> Moment {
         if self.uid.is_empty() {
             return now;
         }
@@ -196,16 +199,10 @@ fn wanted(target: &Target, others: &Usage, host_cores: u32) -> Size {
     let all = u128::from(target.allocatable.cpu.max(1));
     let part = u128::from(target.allocatable.memory) * u128::from(cpu).min(all) / all;
     let memory = u64::try_from(part).unwrap_or(u64::MAX);
-    let free = |all: u64, used: u64| all.saturating_sub(used);
     Size {
-        cpu: cpu.min(free(target.allocatable.cpu, granted.cpu)).max(LEAST.cpu),
-        memory: memory.min(free(target.allocatable.memory, granted.memory)).max(LEAST.memory),
+        cpu: cpu.min(target.allocatable.cpu.saturating_sub(granted.cpu)).max(LEAST.cpu),
+        memory: memory.min(target.allocatable.memory.saturating_sub(granted.memory)).max(LEAST.memory),
     }
-}
-
-/// What the pod has, as kubelet and kube-scheduler count it: more than it asks for while a shrink is under way.
-fn counted(pod: &PodView) -> Size {
-    Size { cpu: pod.requests.cpu, memory: pod.requests.memory }
 }
 
 /// A placeholder pod of this size has room beside all other pods.
@@ -216,10 +213,10 @@ fn fits(target: &Target, others: &Usage, size: Size) -> bool {
         && granted.memory.saturating_add(size.memory) <= target.allocatable.memory
 }
 
-/// True if kubelet would refuse a pod on `target`, which `round.usage` counts already, because the placeholder pod has not shrunk yet. This
-/// round shrinks or removes that one.
+/// True if kubelet would refuse a pod on `target` because the placeholder pod has not shrunk yet. `round.usage` counts that pod
+/// already, so this round shrinks or removes the placeholder pod.
 pub(super) fn must_shrink(round: &Round, target: &Target) -> bool {
     let Some((pod, _)) = round.placeholders.get(target.node.as_str()) else { return false };
     let usage = round.usage.all(&target.node);
-    !pod.is_terminal() && target.may_have_placeholder() && !fits(target, usage, counted(pod))
+    !pod.is_terminal() && target.may_have_placeholder() && !fits(target, usage, pod.requests.size())
 }

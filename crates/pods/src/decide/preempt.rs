@@ -51,7 +51,7 @@ struct Candidate<'a> {
     frees: Cores,
 }
 
-/// Forgets the jobs that have ended, those of gangs that stay because their way was refused, and the gangs that wait no longer.
+/// Forgets jobs that have ended, jobs of gangs that stay because the API server refused, and gangs that wait no longer.
 pub(super) fn forget(round: &Round, memory: &mut PreemptMemory) {
     memory.helped.retain(|id, _| round.gangs.iter().any(|(gang, _)| gang.id == *id && !gang.is_started()));
     let stays = |held: &Held| held.slots.iter().any(|(_, pod)| pod.is_some_and(PodView::stays));
@@ -82,7 +82,8 @@ pub(super) fn preempt(round: &mut Round, memory: &mut PreemptMemory) {
         }
     }
     let soon = round.now.saturating_sub(ENDS_SOON)..=round.now.saturating_add(after.max(ENDS_SOON));
-    if let Some((gang, victims)) = first_helped(round, &gangs, &due, &soon) {
+    let coming = Coming { soon, made_way: &memory.made_way };
+    if let Some((gang, victims)) = first_helped(round, &gangs, &due, &coming) {
         let helped = memory.helped.entry(gang.id.clone()).or_default();
         (helped.times, helped.at) = (helped.times.saturating_add(1), round.now);
         let jobs = victims.iter().flat_map(|victim| &victim.holdings.jobs);
@@ -111,17 +112,17 @@ fn waits_as_a_whole<'a, 'b>(gang: &Gang<'a>, holdings: &'b Holdings<'a>) -> Opti
     (may_preempt && gang.problem.is_none() && !gang.is_started()).then_some(held)
 }
 
-/// The first gang in Flux's queue that is `due` and that victims help, with these. `soon`: see [`ends_soon`].
+/// The first gang in Flux's queue that is `due` and that victims help, with these.
 fn first_helped<'a>(
     round: &Round,
     gangs: &'a [(Gang<'a>, Holdings<'a>)],
     due: &BTreeMap<JobId, &'a Gang<'a>>,
-    soon: &RangeInclusive<Moment>,
+    coming: &Coming,
 ) -> Option<(&'a Gang<'a>, Vec<Candidate<'a>>)> {
     if due.is_empty() {
         return None;
     }
-    let mut free = free(round, gangs, soon);
+    let mut free = free_soon(round, gangs, coming);
     let mut queue: Vec<&Job> = round.jobs.iter().filter(|job| job.is_waiting()).collect();
     queue.sort_by_key(|job| (Reverse(job.urgency), job.id));
     let mut looked_at = 0;
@@ -212,7 +213,7 @@ fn take(free: &mut Cores, shape: &Shape) {
 }
 
 /// The cores of each rank that are free or will be soon, less those that pins and shadow jobs wait for.
-fn free<'a>(round: &Round, gangs: &'a [(Gang<'a>, Holdings<'a>)], soon: &RangeInclusive<Moment>) -> Cores {
+fn free_soon<'a>(round: &Round, gangs: &'a [(Gang<'a>, Holdings<'a>)], coming: &Coming) -> Cores {
     let is_usable =
         |target: &&Target| round.world.available.contains(target.rank) && target.is_ready && !target.is_cordoned();
     let mut free: Cores = round
@@ -233,7 +234,7 @@ fn free<'a>(round: &Round, gangs: &'a [(Gang<'a>, Holdings<'a>)], soon: &RangeIn
         change(&mut free, &waits.into_iter().collect(), u32::saturating_sub);
     }
     let held = gangs.iter().flat_map(|(gang, holdings)| holdings.jobs.iter().map(move |held| (gang, held)));
-    let ends_soon = held.filter(|(gang, held)| ends_soon(gang, held, soon)).map(|(_, held)| held.job);
+    let ends_soon = held.filter(|(gang, held)| coming.includes(gang, held)).map(|(_, held)| held.job);
     let ended = round.actions.iter().chain(&round.world.under_way).filter_map(|action| match action {
         Action::Finish { job, .. } => Some(*job),
         _ => None,
@@ -247,17 +248,27 @@ fn free<'a>(round: &Round, gangs: &'a [(Gang<'a>, Holdings<'a>)], soon: &RangeIn
     free
 }
 
-/// All pods that have cores of this job of `gang` end soon: they are gone, or are to be at such a moment, or their Job has been suspended, so that
-/// they are about to be deleted.
-fn ends_soon(gang: &Gang, held: &Held, soon: &RangeInclusive<Moment>) -> bool {
-    let is_suspended = gang.job.is_some_and(|job| job.is_suspended);
-    let ends = |pod: &PodView| match pod.to_end_by {
-        _ if pod.gone.is_some() || pod.is_terminal() => true,
-        Some(end) => soon.contains(&end),
-        None => is_suspended,
-    };
-    let mut pods = held.slots.iter().filter_map(|(_, pod)| *pod);
-    held.is_used() && pods.all(ends)
+/// Which cores of gangs are waited for, because they come free.
+struct Coming<'a> {
+    /// When a pod that is being deleted must end.
+    soon: RangeInclusive<Moment>,
+    /// What has made way before is waited for, however long its grace is: else one gang after the other would go for one.
+    made_way: &'a BTreeSet<JobId>,
+}
+
+impl Coming<'_> {
+    /// True if every pod that has cores of this job of `gang` is gone, is to end soon, or is about to be deleted because its Job is suspended.
+    fn includes(&self, gang: &Gang, held: &Held) -> bool {
+        let is_suspended = gang.job.is_some_and(|job| job.is_suspended);
+        let last = if self.made_way.contains(&held.job.id) { Moment::MAX } else { *self.soon.end() };
+        let ends = |pod: &PodView| match pod.to_end_by {
+            _ if pod.gone.is_some() || pod.is_terminal() => true,
+            Some(end) => (*self.soon.start()..=last).contains(&end),
+            None => is_suspended,
+        };
+        let mut pods = held.slots.iter().filter_map(|(_, pod)| *pod);
+        held.is_used() && pods.all(ends)
+    }
 }
 
 /// The cores that these jobs hold.
@@ -278,11 +289,11 @@ fn change(free: &mut Cores, by: &Cores, how: fn(u32, u32) -> u32) {
     }
 }
 
-/// `gang`, if it runs with a lower priority than that and all of it can go: the bridge may write there, and no Job owns its pods but one that is
-/// all of it, whose controller would otherwise make evicted pods again at once and count them as failures.
-fn candidate<'a>(round: &Round, gang: &'a Gang<'a>, holdings: &'a Holdings<'a>, than: i32) -> Option<Candidate<'a>> {
+/// `gang`, if it runs with a priority below that and all of it can go. The bridge must be permitted to write there. Pods of a
+/// Job go only with the whole Job: its controller would make evicted pods again at once and count them as failures.
+fn candidate<'a>(round: &Round, gang: &'a Gang<'a>, holdings: &'a Holdings<'a>, below: i32) -> Option<Candidate<'a>> {
     let pods = || gang.members.iter().copied().filter(|pod| pod.node.is_some() && !pod.is_terminal());
-    let priority = pods().map(|pod| pod.priority).max().filter(|priority| *priority < than)?;
+    let priority = pods().map(|pod| pod.priority).max().filter(|priority| *priority < below)?;
     let is_on_ready = |pod: &PodView| {
         let rank = pod.node.as_deref().and_then(|node| round.ranks.get(node));
         rank.and_then(|rank| round.world.targets.get(rank)).is_some_and(|target| target.is_ready)
@@ -290,13 +301,9 @@ fn candidate<'a>(round: &Round, gang: &'a Gang<'a>, holdings: &'a Holdings<'a>, 
     let is_settled = pods().all(|pod| pod.stays() && is_on_ready(pod)) && !round.is_busy(&gang.id);
     let is_refused = round.world.refused.contains_key(&gang.id) || round.world.protected.contains(&gang.id);
     let may_write = round.world.namespaces.contains(&gang.id.namespace) && !is_refused;
-    let owned = || pods().filter_map(|pod| pod.owner.as_ref()).filter(|owner| owner.is_job);
-    let is_all = |job: &&KubeJob| {
-        let has_all = pods().all(|pod| pod.owner.as_ref().is_some_and(|owner| owner.uid == job.uid));
-        has_all && is_whole_job(gang, job) && !job.is_suspended && job.job_set.is_none()
-    };
-    let job = gang.job.filter(is_all);
-    let can_go = job.is_some() || owned().next().is_none();
+    let job = gang.job.filter(|job| is_whole_job(gang, job) && !job.is_suspended);
+    let is_of_a_job = pods().any(|pod| pod.owner.as_ref().is_some_and(|owner| owner.is_job));
+    let can_go = job.is_some() || !is_of_a_job;
     let frees = held_by(holdings.jobs.iter().map(|held| held.job));
     (is_settled && may_write && can_go).then_some(Candidate { gang, holdings, priority, job, frees })
 }

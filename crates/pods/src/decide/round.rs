@@ -137,7 +137,7 @@ impl<'a> Round<'a> {
             members: world.targets.keys().copied().collect(),
             by_gang,
             first_queued,
-            busy: world.under_way.iter().filter_map(Action::occupies).collect(),
+            busy: world.under_way.iter().flat_map(Action::occupies).collect(),
             actions: Vec::new(),
             messages: 0,
             wake: None,

@@ -148,9 +148,12 @@ pub(super) fn wanted_now(round: &Round, target: &Target) -> u32 {
     wanted_on(round, target, used_on(round, target))
 }
 
-/// How many cores of `target` pods use that no job of a gang holds, or will use once kubelet grants what it has deferred.
+/// How many cores of `target` pods use that no job of a gang holds, or will use once kubelet grants the resizes that it has deferred. Those that
+/// it can't grant beside the other pods hold nothing: no end of a host job would make room for them.
 pub(super) fn used_on(round: &Round, target: &Target) -> u32 {
-    used_by(round, target, round.usage.all(&target.node).requests.cpu)
+    let usage = round.usage.all(&target.node);
+    let wished = usage.requests.cpu;
+    used_by(round, target, if wished <= target.allocatable.cpu { wished } else { usage.granted().cpu })
 }
 
 /// As [`used_on`], without what kubelet has not granted yet.

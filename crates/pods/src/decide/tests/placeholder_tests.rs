@@ -133,7 +133,7 @@ fn a_resize_that_was_decided_and_not_done_is_decided_again() {
 }
 
 #[test]
-fn a_placeholder_pod_leaves_the_room_that_is_needed_at_once_though_it_might_grow_in_another_resource() {
+fn a_placeholder_pod_that_must_shrink_does_not_grow_in_another_resource() {
     let mut bed = bed(1);
     bed.submit_host_job(1, 2);
     bed.create([foreign("web", 2500)]);
@@ -154,15 +154,41 @@ fn a_placeholder_pod_leaves_the_room_that_is_needed_at_once_though_it_might_grow
 }
 
 #[test]
+fn a_host_job_that_begins_while_kubelet_shrinks_the_placeholder_pod_is_requested_at_once() {
+    let mut bed = bed(1);
+    bed.kubelet_is_slow = true;
+    bed.submit_host_job(1, 3);
+    bed.settle();
+    bed.create([pod("a", 2)]);
+    bed.cancel(host_jobs(&bed)[0], "");
+    bed.settle();
+    bed.submit_host_job(1, 1);
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 1m, 4 MiB"], "kubelet has not shrunk it yet");
+    let mut shrunk = bed.pods[&placeholder_uid(&bed)].clone();
+    (shrunk.requests.cpu, shrunk.requests.memory) = (1, 4 << 20);
+    bed.set(shrunk);
+    bed.settle();
+    assert_eq!(shown(&bed), ["node0: 1000m, 2048 MiB"]);
+}
+
+#[test]
+fn a_resize_that_kubelet_cant_grant_beside_other_pods_holds_no_cores() {
+    let mut bed = bed(1);
+    bed.create([foreign("web", 1000), foreign("tiny", 500)]);
+    bed.settle();
+    bed.change("tiny", |tiny| (tiny.requests.cpu, tiny.deferred.cpu) = (3500, 3000));
+    bed.settle();
+    assert_eq!(bed.shadows(0), (1, 0));
+}
+
+#[test]
 fn a_resize_that_kubelet_has_deferred_takes_no_room_from_host_jobs() {
     let mut bed = bed(1);
     bed.submit_host_job(1, 3);
     bed.create([foreign("web", 1000)]);
     bed.settle();
-    bed.change("web", |web| {
-        web.requests.cpu = 4000;
-        web.deferred.cpu = 3000;
-    });
+    bed.change("web", |web| (web.requests.cpu, web.deferred.cpu) = (4000, 3000));
     bed.pass(10 * SECOND);
     let accounts = bed.decide().report.accounts;
     assert_eq!((shown(&bed), accounts.overlaps), (vec!["node0: 3000m, 6144 MiB".to_owned()], 0));
@@ -170,7 +196,7 @@ fn a_resize_that_kubelet_has_deferred_takes_no_room_from_host_jobs() {
 }
 
 #[test]
-fn a_placeholder_pod_that_somebody_deletes_slowly_is_deleted_once_others_need_its_room() {
+fn a_slowly_deleted_placeholder_pod_is_deleted_again_for_other_pods() {
     let mut bed = bed(1);
     bed.submit_host_job(1, 4);
     bed.settle();

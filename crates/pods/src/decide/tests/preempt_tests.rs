@@ -286,6 +286,21 @@ fn cores_that_come_free_soon_are_waited_for() {
 }
 
 #[test]
+fn a_gang_that_made_way_and_ends_slowly_is_waited_for() {
+    let mut bed = bed(&[3]);
+    for name in ["a", "b", "c"] {
+        make(&mut bed, name, 1, 0);
+    }
+    make(&mut bed, "urgent", 1, 100);
+    bed.pass(AFTER);
+    assert_eq!(gone(&bed), ["c"]);
+    let end = bed.now + 600 * SECOND;
+    bed.change("c", |pod| pod.to_end_by = Some(end));
+    bed.pass(300 * SECOND);
+    assert_eq!(gone(&bed), ["c"], "no other gang goes for the same one meanwhile");
+}
+
+#[test]
 fn a_job_that_makes_way_is_suspended_and_begins_again() {
     let mut bed = bed(&[3]);
     with_job(&mut bed, "train", 3);

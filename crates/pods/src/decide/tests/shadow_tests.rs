@@ -177,7 +177,7 @@ fn what_jobs_have_already_is_waited_for_core_by_core_and_nothing_is_killed() {
 }
 
 #[test]
-fn a_rank_whose_cores_are_used_twice_is_reported_after_two_seconds_until_that_is_over_and_counted() {
+fn an_overlap_of_two_seconds_is_counted_and_reported_until_it_ends() {
     let mut bed = Bed::new(&[4, 4]);
     bed.submit_host_job(1, 4);
     bed.settle();
