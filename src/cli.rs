@@ -229,12 +229,13 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
 }
 
 /// The crates of this project, whose log is worth more than that of others.
-const OURS: [&str; 15] = [
+const OURS: [&str; 17] = [
     "flux_distribute",
     "agent",
     "api",
     "apiserver",
     "base",
+    "bridge",
     "broker",
     "cluster",
     "host",
@@ -244,6 +245,7 @@ const OURS: [&str; 15] = [
     "model",
     "packages",
     "planner",
+    "pods",
     "stage",
 ];
 
@@ -289,6 +291,17 @@ mod tests {
     use clap::CommandFactory;
 
     use super::*;
+
+    #[test]
+    fn every_crate_of_the_project_logs_as_one_of_ours() {
+        let crates = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/crates")).unwrap();
+        let mut names: Vec<_> = crates.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.push("flux_distribute".to_owned());
+        names.sort_unstable();
+        let mut ours = OURS.to_vec();
+        ours.sort_unstable();
+        assert_eq!(names, ours);
+    }
 
     #[test]
     fn no_command_has_two_arguments_with_the_same_name() {
