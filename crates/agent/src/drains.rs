@@ -1,13 +1,9 @@
 //! Which ranks the lead's broker must drain or undrain: the difference between what the planner wants and what the broker reports.
 //! Ranks that people have drained stay as they are.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use api::IdSet;
-use bridge::Reported;
 use broker::{
     rfc3::{Client, RpcError},
     status::{self, DrainMode, Drained, InstanceStatus},
@@ -42,24 +38,18 @@ impl DrainChange {
     }
 }
 
-/// The bridge of a new agent counts within this time, if it ever does.
-pub const COUNTS_WITHIN: Duration = Duration::from_mins(5);
 /// Reason by which ranks are drained for the bridge.
 const PODS_USE_CORES: &str = "pods of other schedulers use cores that jobs have there";
 
-/// What the planner and the bridge want drained, by reason. A rank that both want has the planner's reason. `counts_soon`: pods
-/// through Flux are on, and the agent is new. Until its bridge has counted, the ranks that an earlier one drained stay drained.
+/// What the planner and the bridge want drained, by reason. A rank that both want has the planner's reason. `overlapping_on`: the ranks
+/// where host jobs have cores that pods use; None if that is not known: then those that are drained for it stay drained.
 pub fn wanted(
     by_planner: &BTreeMap<String, IdSet>,
-    counts_soon: bool,
-    reported: Option<&Reported>,
+    overlapping_on: Option<IdSet>,
     drained: &[Drained],
 ) -> BTreeMap<String, IdSet> {
-    let overlapping = match reported.and_then(|reported| reported.overlapping_on.clone()) {
-        Some(overlapping) => overlapping,
-        None if counts_soon => ranks(drained, |reason| reason.strip_prefix(PREFIX) == Some(PODS_USE_CORES)),
-        None => IdSet::default(),
-    };
+    let is_for_bridge = |reason: &str| reason.strip_prefix(PREFIX) == Some(PODS_USE_CORES);
+    let overlapping = overlapping_on.unwrap_or_else(|| ranks(drained, is_for_bridge));
     let is_planners = |rank: &u32| by_planner.values().any(|ranks| ranks.contains(*rank));
     let by_bridge: BTreeSet<_> = overlapping.0.into_iter().filter(|rank| !is_planners(rank)).collect();
     let mut all = by_planner.clone();
@@ -174,20 +164,20 @@ mod tests {
         let set = |text: &str| text.parse::<IdSet>().unwrap();
         let by_planner: BTreeMap<_, _> = [("cordoned".to_owned(), set("1"))].into();
         let drained = |reason: &str| [Drained { ranks: set("3"), reason: format!("{PREFIX}{reason}"), since: 1000.0 }];
-        for (counts_soon, ranks, before, expected) in [
-            (true, Some(""), PODS_USE_CORES, None),
-            (true, Some("1"), PODS_USE_CORES, None),
-            (true, Some("1-2"), PODS_USE_CORES, Some("2")),
-            (true, None, PODS_USE_CORES, Some("3")),
-            (true, None, "cordoned", None),
-            (false, None, PODS_USE_CORES, None),
+        for (overlapping_on, before, expected) in [
+            (Some(""), PODS_USE_CORES, None),
+            (Some("1"), PODS_USE_CORES, None),
+            (Some("1-2"), PODS_USE_CORES, Some("2")),
+            (None, PODS_USE_CORES, Some("3")),
+            (None, "cordoned", None),
         ] {
-            let reported = Reported { overlapping_on: ranks.map(set), ..Reported::default() };
-            let all = wanted(&by_planner, counts_soon, Some(&reported), &drained(before));
-            assert_eq!(all.get(PODS_USE_CORES).map(IdSet::to_string).as_deref(), expected, "{ranks:?} {before}");
+            let all = wanted(&by_planner, overlapping_on.map(set), &drained(before));
+            assert_eq!(
+                all.get(PODS_USE_CORES).map(IdSet::to_string).as_deref(),
+                expected,
+                "{overlapping_on:?} {before}"
+            );
             assert_eq!(all["cordoned"], set("1"));
-            let all = wanted(&by_planner, true, None, &drained(before));
-            assert_eq!(all.contains_key(PODS_USE_CORES), before == PODS_USE_CORES, "the agent has just begun");
         }
     }
 

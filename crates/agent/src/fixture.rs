@@ -130,7 +130,8 @@ pub fn inputs() -> NodeInputs {
         peer: None,
         port_problems: Vec::new(),
         damage: None,
-        bridge: None,
+        pods: None,
+        overlapping_on: None,
     }
 }
 

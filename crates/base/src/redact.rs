@@ -127,6 +127,11 @@ pub fn redacted(text: &str) -> String {
     safe + rest
 }
 
+/// `url` as that of a directory, with one slash at its end: a token in the last place of a channel's URL is no file's name, and is found.
+pub fn of_directory(url: &str) -> String {
+    format!("{}/", url.trim_end_matches('/'))
+}
+
 /// The first URL in `text` that holds a credential, masked as by [`redacted`].
 pub fn url_with_credentials(text: &str) -> Option<String> {
     let mut found = None;

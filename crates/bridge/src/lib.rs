@@ -64,7 +64,7 @@ pub fn available(reported: Option<&InstanceStatus>) -> IdSet {
 pub struct Reported {
     /// For people.
     pub counts: PodCounts,
-    /// The ranks that are to get no more jobs for now, because host jobs have cores there that pods use. None: not known yet.
+    /// The ranks that are to get no more jobs for now, because host jobs have cores there that pods use. None: not known now.
     pub overlapping_on: Option<IdSet>,
 }
 

@@ -55,8 +55,6 @@ const TICK: Duration = Duration::from_secs(1);
 const CONNECT_AGAIN: Duration = Duration::from_millis(500);
 /// What keeps the bridge from serving pods is reported after this long: most restarts take less.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
-/// What keeps the bridge from serving pods for this long may last: ranks must not stay drained for pods that nobody sees any more.
-const UNKNOWN_AFTER: Duration = Duration::from_mins(5);
 
 /// Serves pods until the future is dropped.
 pub async fn run(bridge: Bridge) {
@@ -220,20 +218,16 @@ impl Kubernetes {
                         placeholder_refused: placeholder_refused.map(str::to_owned),
                         waits_for: None,
                     },
-                    overlapping_on: accounts.overlapping_on.clone().or_else(|| before.overlapping_on.clone()),
+                    overlapping_on: accounts.overlapping_on.clone(),
                 },
                 // Pods run on, though nobody counts them now.
-                _ => {
-                    let is_long = since.is_some_and(|since| since.elapsed() >= UNKNOWN_AFTER);
-                    let overlapping_on = before.overlapping_on.clone().filter(|_| !is_long);
-                    Reported { overlapping_on, ..before.clone() }
-                }
+                _ => Reported { overlapping_on: None, ..before.clone() },
             };
             reported.counts.waits_for =
                 waits_for.clone().filter(|_| since.is_some_and(|since| since.elapsed() >= REPORT_AFTER));
             let has_changed = *before != reported;
             if has_changed {
-                info!(?reported, "pods as jobs");
+                debug!(?reported, "pods as jobs");
             }
             *before = reported;
             has_changed
@@ -298,7 +292,11 @@ impl Kubernetes {
         }
         match self.lease.renew(None).await {
             Ok(()) => self.renewed = Some(Instant::now()),
-            Err(error) => info!(error = error_chain(&error), "can't hold Lease flux-bridge"),
+            // Once: the API server may be away for long.
+            Err(error) if self.renewed.take().is_some() => {
+                info!(error = error_chain(&error), "can't hold Lease flux-bridge");
+            }
+            Err(error) => debug!(error = error_chain(&error), "can't hold Lease flux-bridge"),
         }
     }
 

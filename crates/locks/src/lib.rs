@@ -22,7 +22,7 @@ use url::Url;
 pub use error::{LockError, MAX_LOCK_BYTES, credentials_remedy};
 
 use api::PackageSet;
-use base::redact::{stripped, url_with_credentials, with_hidden_credentials};
+use base::redact::{of_directory, stripped, url_with_credentials, with_hidden_credentials};
 
 /// A package of a lock.
 pub struct Locked {
@@ -87,9 +87,7 @@ fn hidden_credentials(lock: &LockFile) -> Option<String> {
         let mut packages = environment.packages_by_platform().flat_map(|(_, packages)| packages);
         let in_packages = packages.find_map(|package| with_hidden_credentials(package.location().as_url()?.as_str()));
         let mut channels = environment.channels().iter();
-        // With the slash that a channel ends with, a token in the last place is no file's name.
-        let directory = |url: &str| format!("{}/", url.trim_end_matches('/'));
-        in_packages.or_else(|| channels.find_map(|channel| with_hidden_credentials(&directory(&channel.url))))
+        in_packages.or_else(|| channels.find_map(|channel| with_hidden_credentials(&of_directory(&channel.url))))
     })
 }
 

@@ -1,6 +1,9 @@
 //! Runs the bridge between pods and jobs while this host has the lead's broker.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use tokio::{sync::watch, time::sleep};
 use tokio_util::task::AbortOnDropHandle;
@@ -14,7 +17,7 @@ use crate::{
     node_ops::NodeOps,
     other_process::uninstall_is_under_way,
 };
-use api::{FluxInstanceSpec, Roster, parse_duration, quantity::milli};
+use api::{FluxInstanceSpec, IdSet, PodCounts, Roster, parse_duration, quantity::milli};
 use base::error_chain;
 use bridge::{Bridge, Reported, Told};
 use broker::queues::QueueError;
@@ -22,6 +25,8 @@ use cluster::ApiError;
 use model::broker_toml::stops_queues_on_restart;
 use pods::world::Settings;
 
+/// Drains of ranks where host jobs have cores that pods use stay for this long though no bridge knows whether that is so.
+const UNKNOWN_FOR: Duration = Duration::from_mins(5);
 /// Pause before a clean-up is tried again: the broker did not answer, or the scheduler is offline.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
@@ -32,6 +37,8 @@ pub struct Bridging {
     /// Name of this node.
     node: String,
     running: Option<Running>,
+    /// When a bridge of this agent last knew where host jobs have cores that pods use; before, when the agent began.
+    counted: Instant,
     cleanup: Option<Cleanup>,
     /// The instance is over and no broker runs here: this node's placeholder pod has been, or is being, removed.
     removes_placeholder: bool,
@@ -71,17 +78,15 @@ enum Wanted<'a> {
 impl Bridging {
     /// `identity`: the name of this agent's pod. `node`: that of this node.
     pub fn new(identity: &str, node: &str) -> Self {
-        Self {
-            identity: identity.to_owned(),
-            node: node.to_owned(),
-            running: None,
-            cleanup: None,
-            removes_placeholder: false,
-        }
+        let (identity, node) = (identity.to_owned(), node.to_owned());
+        Self { identity, node, running: None, counted: Instant::now(), cleanup: None, removes_placeholder: false }
     }
 
     /// Begins, tells or ends the bridge, as it is wanted now.
     pub fn follow(&mut self, ops: &NodeOps, inputs: &NodeInputs) {
+        if self.running.as_ref().is_some_and(|running| running.reported.borrow().overlapping_on.is_some()) {
+            self.counted = Instant::now();
+        }
         let wanted = wanted(inputs);
         if !matches!(wanted, Wanted::Bridge { .. }) {
             self.running = None;
@@ -158,9 +163,16 @@ impl Bridging {
         self.cleanup = Some(Cleanup { broker, _task: AbortOnDropHandle::new(task) });
     }
 
-    /// What the bridge reports, if it runs.
-    pub fn reported(&self) -> Option<Reported> {
-        self.running.as_ref().map(|running| running.reported.borrow().clone())
+    /// What people want to know of the bridge, if it runs.
+    pub fn counts(&self) -> Option<PodCounts> {
+        self.running.as_ref().map(|running| running.reported.borrow().counts.clone())
+    }
+
+    /// The ranks where host jobs have cores that pods use. None while that is not known, as after a restart of the broker; but not for long: ranks
+    /// must not stay drained for pods that no bridge counts any more.
+    pub fn overlapping_on(&self) -> Option<IdSet> {
+        let known = self.running.as_ref().and_then(|running| running.reported.borrow().overlapping_on.clone());
+        known.or_else(|| (self.counted.elapsed() >= UNKNOWN_FOR).then(IdSet::default))
     }
 }
 

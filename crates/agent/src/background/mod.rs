@@ -70,7 +70,8 @@ impl Background {
             peer: self.serving.peer(),
             port_problems: self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect(),
             damage: self.inspecting.damage(),
-            bridge: self.bridging.reported(),
+            pods: self.bridging.counts(),
+            overlapping_on: self.bridging.overlapping_on(),
             ..inputs
         }
     }

@@ -14,7 +14,7 @@ use crate::{
     memory::Memory,
     step::Step,
 };
-use api::{BROKER_RUN_DIR, FluxNodeSpec, Roster, Want};
+use api::{BROKER_RUN_DIR, FluxNodeSpec, IdSet, Roster, Want};
 use hostapi::RunningBroker;
 use model::{conditions::SHUT_DOWN_MESSAGE, lead::is_lead_fixed, names::misnamed};
 
@@ -185,8 +185,8 @@ fn keep(
     let drains = inputs.broker.instance.as_ref().filter(|_| is_lead);
     let drains = drains.and_then(|instance| {
         let has_bridge = inputs.roster.as_ref().is_some_and(|roster| roster.settings.pods);
-        let counts_soon = has_bridge && inputs.agent_age < drains::COUNTS_WITHIN;
-        let wanted = drains::wanted(&spec.drain, counts_soon, inputs.bridge.as_ref(), &instance.drained);
+        let overlapping_on = if has_bridge { inputs.overlapping_on.clone() } else { Some(IdSet::default()) };
+        let wanted = drains::wanted(&spec.drain, overlapping_on, &instance.drained);
         drains::change(&wanted, instance, inputs.unix_time)
     });
     // A rank that leaves gets no new jobs, also if the resources can't be loaded; one that comes back gets jobs only with its own

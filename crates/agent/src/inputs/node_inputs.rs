@@ -12,8 +12,7 @@ use super::{
     broker_state::BrokerState,
     watched_objects::{Wish, own_spec},
 };
-use api::{FluxInstanceSpec, FluxNode, FluxNodeSpec, Roster, Uninstall};
-use bridge::Reported;
+use api::{FluxInstanceSpec, FluxNode, FluxNodeSpec, IdSet, PodCounts, Roster, Uninstall};
 use hostapi::{HostView, Preflight};
 
 /// What is known of the FluxInstance. Only positive answers are evidence that it is over: no answer, 401, 403, 429, 5xx, or a
@@ -90,8 +89,10 @@ pub struct NodeInputs {
     pub port_problems: Vec<String>,
     /// Installed files that are damaged or were repaired, for people.
     pub damage: Option<String>,
-    /// Lead only: what the bridge between pods and jobs reports, if it runs.
-    pub bridge: Option<Reported>,
+    /// Lead only: what the bridge between pods and jobs counts, if it runs.
+    pub pods: Option<PodCounts>,
+    /// Lead only: the ranks where host jobs have cores that pods use. None: not known.
+    pub overlapping_on: Option<IdSet>,
 }
 
 impl NodeInputs {

@@ -156,7 +156,8 @@ impl Sources {
             peer: None,
             port_problems: Vec::new(),
             damage: None,
-            bridge: None,
+            pods: None,
+            overlapping_on: None,
         })
     }
 

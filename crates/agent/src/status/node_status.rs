@@ -106,7 +106,7 @@ pub fn node_status(
         allocated,
         gangs: occupied.map(|occupied| occupied.by_gangs.clone()).unwrap_or_default(),
         pending_nodes: inputs.broker.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
-        pods: inputs.bridge.as_ref().filter(|_| is_lead).map(|reported| reported.counts.clone()),
+        pods: inputs.pods.clone().filter(|_| is_lead),
         // The lead's agent writes it, while the node has a rank there.
         account: before.account.filter(|_| {
             inputs.roster.as_ref().is_none_or(|roster| roster.settings.pods)

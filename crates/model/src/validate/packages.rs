@@ -3,7 +3,7 @@
 use api::{BundleSource, Finding, Packages, rules::PLATFORMS};
 use base::{
     error_chain,
-    redact::{redacted, url_with_credentials, with_hidden_credentials},
+    redact::{of_directory, redacted, url_with_credentials, with_hidden_credentials},
 };
 use locks::{
     check_lock, credentials_remedy,
@@ -25,9 +25,7 @@ fn base(field: &str, given: &str) -> Option<Finding> {
         );
         (is_url(given) && given.contains(['?', '#'])).then(|| Finding::new(field, problem))
     };
-    credentials_in(field, &format!("{}/", given.trim_end_matches('/')))
-        .or_else(has_more)
-        .or_else(|| no_url(field, given))
+    credentials_in(field, &of_directory(given)).or_else(has_more).or_else(|| no_url(field, given))
 }
 
 fn credentials_in(field: &str, url: &str) -> Option<Finding> {

@@ -14,6 +14,7 @@ use crate::{
     native_platform, resolve,
 };
 use api::{PackageSet, Packages};
+use base::redact::of_directory;
 use host::{files::FileError, opening::open_plain};
 use locks::{
     LockError,
@@ -181,9 +182,8 @@ impl SolveArguments {
             named => named.to_vec(),
         };
         let mut access = Access::from_environment()?;
-        // With the slash that a channel ends with, a token in the last place is no file's name.
         let channels = self.channels.iter().map(|channel| match channel.contains("://") {
-            true => access.take_from(&format!("{}/", channel.trim_end_matches('/'))),
+            true => access.take_from(&of_directory(channel)),
             false => channel.clone(),
         });
         let channels = channels.collect::<Vec<_>>();

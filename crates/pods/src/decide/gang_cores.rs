@@ -32,9 +32,10 @@ pub(super) fn count(round: &Round, may_be_asked_for: impl Fn(&GangId) -> bool) -
             let to_be_pinned = || can_be_pinned.then(|| requests::cores(pod.requests.cpu, target.threads));
             let cores = slot.or_else(to_be_pinned).unwrap_or(0);
             of_rank.cores = of_rank.cores.saturating_add(cores);
+            let slot = u64::from(cores).saturating_mul(target.core());
             let granted = pod.requests.cpu.saturating_sub(pod.deferred.cpu);
-            let requested = granted.min(u64::from(cores).saturating_mul(target.core()));
-            of_rank.requested = of_rank.requested.saturating_add(requested);
+            of_rank.requested = of_rank.requested.saturating_add(pod.requests.cpu.min(slot));
+            of_rank.granted = of_rank.granted.saturating_add(granted.min(slot));
         }
     }
     by_rank

@@ -49,6 +49,8 @@ pub(super) struct GangCores {
     /// What these pods request, and of each no more than its slot has, in thousandths of a hardware thread. The rest of what a resized
     /// pod requests is used like by other pods.
     pub requested: u64,
+    /// As `requested`, without what kubelet has not granted yet.
+    pub granted: u64,
     /// A pin is still to be submitted for some of these pods.
     pub is_incomplete: bool,
 }

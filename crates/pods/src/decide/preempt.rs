@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     action::{Action, KubeJobRef, PodRef, Victim},
-    facts::KubeJob,
+    facts::{KubeJob, SuspendReason},
     gangs::Gang,
     jobs::{GangJob, HeldCores, Job, JobClass, JobState},
     jobspec::Shape,
@@ -55,7 +55,10 @@ struct Candidate<'a> {
 pub(super) fn forget(round: &Round, memory: &mut PreemptMemory) {
     memory.helped.retain(|id, _| round.gangs.iter().any(|(gang, _)| gang.id == *id && !gang.is_started()));
     let stays = |held: &Held| held.slots.iter().any(|(_, pod)| pod.is_some_and(PodView::stays));
-    let held = round.gangs.iter().flat_map(|(_, holdings)| &holdings.jobs);
+    // The pods of a suspended Job are about to be deleted.
+    let is_suspended = |gang: &Gang| gang.job.is_some_and(|job| job.is_suspended);
+    let running = round.gangs.iter().filter(|(gang, _)| !is_suspended(gang));
+    let held = running.flat_map(|(_, holdings)| &holdings.jobs);
     let staying: BTreeSet<JobId> = match is_under_way(round) {
         true => BTreeSet::new(),
         false => held.filter(|held| stays(held)).map(|held| held.job.id).collect(),
@@ -260,7 +263,10 @@ impl Coming<'_> {
     /// True if every pod that has cores of this job of `gang` is gone, is to end soon, or is about to be deleted because its Job is suspended.
     fn includes(&self, gang: &Gang, held: &Held) -> bool {
         let is_suspended = gang.job.is_some_and(|job| job.is_suspended);
-        let last = if self.made_way.contains(&held.job.id) { Moment::MAX } else { *self.soon.end() };
+        // The Job's annotation outlives this process.
+        let for_another = gang.job.is_some_and(|job| job.suspended_for == Some(SuspendReason::Preempted));
+        let made_way = for_another || self.made_way.contains(&held.job.id);
+        let last = if made_way { Moment::MAX } else { *self.soon.end() };
         let ends = |pod: &PodView| match pod.to_end_by {
             _ if pod.gone.is_some() || pod.is_terminal() => true,
             Some(end) => (*self.soon.start()..=last).contains(&end),

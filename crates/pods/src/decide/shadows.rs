@@ -148,25 +148,27 @@ pub(super) fn wanted_now(round: &Round, target: &Target) -> u32 {
     wanted_on(round, target, used_on(round, target))
 }
 
-/// How many cores of `target` pods use that no job of a gang holds, or will use once kubelet grants the resizes that it has deferred. Those that
-/// it can't grant beside the other pods hold nothing: no end of a host job would make room for them.
+/// How many cores of `target` pods use that no job of a gang holds, or will use once kubelet grants the resizes that it has deferred. If it
+/// can't grant all of these beside the other pods, none of them holds anything: no end of a host job would make room for them.
 pub(super) fn used_on(round: &Round, target: &Target) -> u32 {
-    let usage = round.usage.all(&target.node);
-    let wished = usage.requests.cpu;
-    used_by(round, target, if wished <= target.allocatable.cpu { wished } else { usage.granted().cpu })
+    let (wished, of_gangs) = (round.usage.all(&target.node).requests.cpu, round.gang_cores(target.rank).requested);
+    match wished <= target.allocatable.cpu {
+        true => used_beside_gangs(round, target, wished, of_gangs),
+        false => used_now_on(round, target),
+    }
 }
 
 /// As [`used_on`], without what kubelet has not granted yet.
 pub(super) fn used_now_on(round: &Round, target: &Target) -> u32 {
-    used_by(round, target, round.usage.all(&target.node).granted().cpu)
+    let (granted, of_gangs) = (round.usage.all(&target.node).granted().cpu, round.gang_cores(target.rank).granted);
+    used_beside_gangs(round, target, granted, of_gangs)
 }
 
-fn used_by(round: &Round, target: &Target, cpu: u64) -> u32 {
+fn used_beside_gangs(round: &Round, target: &Target, all: u64, of_gangs: u64) -> u32 {
     if target.is_dedicated {
         return 0;
     }
-    let by_gangs = round.gang_cores(target.rank).requested;
-    used_cores(target, cpu.saturating_sub(by_gangs), round.world.settings.tolerance)
+    used_cores(target, all.saturating_sub(of_gangs), round.world.settings.tolerance)
 }
 
 /// How many cores of `target` shadow jobs are to hold if pods use that many: never more than is left of the rank, because Flux

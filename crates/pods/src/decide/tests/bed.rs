@@ -192,6 +192,13 @@ impl Bed {
         self.end_job(id, &[refused], 0);
     }
 
+    /// The starting scheduler ends the job, because its cores are another job's now.
+    pub fn fail_to_take_back(&mut self, id: JobId) {
+        let ended =
+            json!({"name": "exception", "type": "scheduler-restart", "severity": 0, "note": "failed to reallocate R"});
+        self.end_job(id, &[ended], 0);
+    }
+
     /// Everything that has happened is shown, and what follows from it is done, until nothing follows.
     pub fn settle(&mut self) {
         for _ in 0..100 {

@@ -1,7 +1,5 @@
 //! The way back after a start of the broker.
 
-use serde_json::json;
-
 use broker::job_id::JobId;
 
 use super::{
@@ -441,9 +439,7 @@ fn a_gang_whose_old_job_the_starting_scheduler_ends_gets_its_cores_again_in_the_
     bed.run_all();
     bed.restart_broker(|_| true, false);
     let old = *bed.jobs.keys().next().unwrap();
-    let ended =
-        json!({"name": "exception", "type": "scheduler-restart", "severity": 0, "note": "failed to reallocate R"});
-    bed.end_job(old, &[ended], 0);
+    bed.fail_to_take_back(old);
     bed.submit_host_job(1, 4);
     bed.settle();
     assert_eq!((bed.broker().queues, bed.held(0)), (Queues::AllStarted, (2, 2)), "the host job waits");

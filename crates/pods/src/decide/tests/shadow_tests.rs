@@ -1,7 +1,5 @@
 //! What pods of other schedulers use is held by shadow jobs.
 
-use serde_json::json;
-
 use super::{bed::Bed, gang, gang_id};
 use crate::{
     action::{Action, ShadowStep},
@@ -260,9 +258,7 @@ fn a_shadow_job_that_the_scheduler_ended_is_replaced_in_the_same_recovery() {
     let mut bed = beside_web(1500);
     bed.restart_broker(|_| true, false);
     let old = *bed.jobs.keys().next().unwrap();
-    let ended =
-        json!({"name": "exception", "type": "scheduler-restart", "severity": 0, "note": "failed to reallocate R"});
-    bed.end_job(old, &[ended], 0);
+    bed.fail_to_take_back(old);
     bed.submit_host_job(1, 4);
     bed.settle();
     assert_eq!(
