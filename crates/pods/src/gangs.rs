@@ -137,13 +137,21 @@ impl Known<'_> {
 /// submitted.
 pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, now: Moment) -> Vec<Gang<'a>> {
     let mut groups: BTreeMap<GangId, Group<'a>> = BTreeMap::new();
-    for pod in pods.into_iter().filter(|pod| !known.is_foreign(pod) && (pod.holds(now) || pod.is_ready_to_bind())) {
+    let pods = pods.into_iter().filter(|pod| !known.is_foreign(pod) && (pod.holds(now) || pod.is_ready_to_bind()));
+    let pods: Vec<_> = pods.collect();
+    let running_as = running_as(&pods, known);
+    for pod in pods {
         let job = known.facts.job_of(pod);
         let (mut id, mut size) = of_pod(pod, job, known.facts, now);
         // What a pod runs as does not change when its Job or its labels do. Nor does a pod by itself join a gang.
         let listed = known.listed.get(pod.uid.as_str()).copied().filter(|listed| **listed != id);
         if let Some(listed) = listed.filter(|listed| pod.node.is_some() || listed.kind == GangKind::Pod) {
             (id, size) = (listed.clone(), Ok(1));
+        }
+        // What its siblings run as, too, so a pod that replaces one does not wait for them to become another gang.
+        let of_siblings = job.and_then(|job| running_as.get(job.uid.as_str())).filter(|_| is_of_job(&id));
+        if let Some(gang) = of_siblings.filter(|gang| pod.node.is_none() && ***gang != id) {
+            (id, size) = ((*gang).clone(), Ok(1));
         }
         // A JobSet resumes its Jobs by itself, so the bridge suspends none of them.
         let job = job.filter(|_| id.kind != GangKind::JobSet);
@@ -159,6 +167,20 @@ pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, 
     let mut all: Vec<_> = groups.into_iter().flat_map(|(id, group)| group.split(id, known)).collect();
     all.sort_by(|one, other| (one.since(), &one.id).cmp(&(other.since(), &other.id)));
     all
+}
+
+fn is_of_job(gang: &GangId) -> bool {
+    matches!(gang.kind, GangKind::Job | GangKind::JobSet)
+}
+
+/// By the uid of a Job: the gang that pods of it run as.
+fn running_as<'a>(pods: &[&'a PodView], known: Known<'a>) -> BTreeMap<&'a str, &'a GangId> {
+    let running = pods.iter().filter(|pod| pod.node.is_some() && pod.stays());
+    let of_pod = |pod: &&'a PodView| {
+        let owner = pod.owner.as_ref().filter(|owner| owner.is_job)?;
+        Some((owner.uid.as_str(), *known.listed.get(pod.uid.as_str())?))
+    };
+    running.filter_map(of_pod).filter(|(_, gang)| is_of_job(gang)).collect()
 }
 
 struct Group<'a> {

@@ -354,6 +354,22 @@ fn a_job_set_whose_jobs_run_all_their_pods_at_once_is_one_gang() {
 }
 
 #[test]
+fn a_pod_that_replaces_one_of_a_job_set_does_not_wait_for_its_siblings_to_be_another_gang() {
+    let (mut facts, pods) = job_set(2);
+    let set = found(&pods, &facts, const { &BTreeMap::new() })[0].id.clone();
+    let (replaced, running) = pods.split_last().unwrap();
+    let now: Vec<_> = running.iter().cloned().map(bound).chain([replaced.clone()]).collect();
+    let uids: Vec<_> = running.iter().map(|pod| pod.uid.clone()).collect();
+    let listed: Listed = uids.iter().map(|uid| (uid.as_str(), &set)).collect();
+    // One of its Jobs was made again much later, so that the next pods of the set are gangs by themselves.
+    facts.jobs.get_mut("uid-driver").unwrap().began = Some(60_000);
+    facts.job_sets = job_sets(facts.jobs.values());
+    let gangs = found(&now, &facts, &listed);
+    let problems: Vec<_> = gangs.iter().filter_map(|gang| gang.problem.clone()).collect();
+    assert_eq!((problems, gangs.iter().map(|gang| gang.members.len()).sum::<usize>()), (vec![], 4));
+}
+
+#[test]
 fn each_group_of_a_leader_worker_set_is_a_gang() {
     let group = |name: &str, index: &str| {
         let mut pod = pod(name, 1);
