@@ -98,7 +98,7 @@ pub fn check_pod(target: &Target, usage: &Usage, pod: &PodView) -> Option<Shortf
 pub fn check(
     pods: &[(&PodView, Rank)],
     targets: &BTreeMap<Rank, Target>,
-    usage: &UsageByNode,
+    usage: &UsageByNode<'_>,
 ) -> BTreeMap<Rank, Shortfall> {
     let mut usages: BTreeMap<Rank, Usage> = BTreeMap::new();
     let mut failing = BTreeMap::new();

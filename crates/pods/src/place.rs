@@ -90,7 +90,7 @@ pub struct Limits<'a> {
     /// Nodes of the instance.
     pub targets: &'a BTreeMap<Rank, Target>,
     /// What is on them.
-    pub usage: &'a UsageByNode,
+    pub usage: &'a UsageByNode<'a>,
     /// What the pods refer to.
     pub facts: &'a Facts,
     /// Ranks that are out.

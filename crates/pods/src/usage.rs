@@ -1,6 +1,6 @@
 //! What the pods of each node ask for together.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
 use crate::{
     pod::PodView,
@@ -32,21 +32,18 @@ impl Usage {
     }
 }
 
-/// By node: what all its pods ask for that have not ended, and what the foreign ones among them do.
+/// By node: what all its pods ask for that have not ended, and what the foreign ones among them do. The names are borrowed, because each
+/// decision counts all pods of the cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct UsageByNode {
-    all: BTreeMap<String, Usage>,
-    foreign: BTreeMap<String, Usage>,
+pub struct UsageByNode<'a> {
+    all: HashMap<&'a str, Usage>,
+    foreign: HashMap<&'a str, Usage>,
     idle: Usage,
 }
 
-impl UsageByNode {
+impl<'a> UsageByNode<'a> {
     /// Counts `pods`. `is_foreign`: another scheduler, or somebody, has bound it.
-    pub fn of<'a>(
-        pods: impl IntoIterator<Item = &'a PodView>,
-        is_foreign: impl Fn(&PodView) -> bool,
-        now: Moment,
-    ) -> Self {
+    pub fn of(pods: impl IntoIterator<Item = &'a PodView>, is_foreign: impl Fn(&PodView) -> bool, now: Moment) -> Self {
         let mut usage = Self::default();
         for pod in pods.into_iter().filter(|pod| pod.holds(now)) {
             let Some(node) = &pod.node else { continue };
@@ -54,20 +51,19 @@ impl UsageByNode {
             if is_foreign && !pod.may_be_there() {
                 continue;
             }
-            usage.add(node, &pod.requests);
-            if let Some(all) = usage.all.get_mut(node) {
-                all.deferred = all.deferred.saturating_add(pod.deferred);
-            }
+            let all = usage.all.entry(node).or_default();
+            all.add(&pod.requests);
+            all.deferred = all.deferred.saturating_add(pod.deferred);
             if is_foreign {
-                usage.foreign.entry(node.clone()).or_default().add(&pod.requests);
+                usage.foreign.entry(node).or_default().add(&pod.requests);
             }
         }
         usage
     }
 
     /// Adds a bridged pod to a node.
-    pub fn add(&mut self, node: &str, requests: &Requests) {
-        self.all.entry(node.to_owned()).or_default().add(requests);
+    pub fn add(&mut self, node: &'a str, requests: &Requests) {
+        self.all.entry(node).or_default().add(requests);
     }
 
     /// What all pods on `node` ask for.

@@ -28,7 +28,7 @@ pub(super) struct Round<'a> {
     /// The gangs of all pods that run or wait, with what the jobs of each hold for its pods.
     pub gangs: Vec<(Gang<'a>, Holdings<'a>)>,
     /// What is on the nodes, and what this round adds.
-    pub usage: UsageByNode,
+    pub usage: UsageByNode<'a>,
     /// Filled in by [`super::gang_cores`] once it is known which gangs can be pinned.
     pub gang_cores: BTreeMap<Rank, GangCores>,
     /// See [`Round::held_cores`].
