@@ -89,15 +89,20 @@ mod tests {
         let object = json!({
             "metadata": { "name": "n1", "creationTimestamp": "2026-01-01T00:00:00Z" },
             "spec": { "rank": 3 },
-            "status": { "phase": "Online", "facts": { "resources": { "cores": 8 } } },
+            "status": {
+                "phase": "Online",
+                "facts": { "resources": { "cores": 8 } },
+                "account": { "hostJobs": 2, "gangs": 0, "otherPods": 1, "overlapping": 0 },
+            },
         });
         let table = table(nodes, [&object], json!({}), Include::None, now);
         let names: Vec<&str> =
             table["columnDefinitions"].as_array().into_iter().flatten().filter_map(|c| c["name"].as_str()).collect();
-        let columns =
-            ["Name", "Phase", "Lost", "Rank", "Cores", "GPUs", "Flux", "Packages", "Age", "Reason", "Message"];
+        let shown = ["Name", "Phase", "Lost", "Rank", "Cores", "GPUs"];
+        let of_account = ["Host-Jobs", "Gangs", "Other-Pods", "Overlapping"];
+        let columns = [&shown[..], &of_account, &["Flux", "Packages", "Age", "Reason", "Message"]].concat();
         assert_eq!(names, columns);
-        let cells = json!(["n1", "Online", null, 3, 8, null, null, null, "5m", null, null]);
+        let cells = json!(["n1", "Online", null, 3, 8, null, 2, 0, 1, 0, null, null, "5m", null, null]);
         assert_eq!(table["rows"][0]["cells"], cells);
         assert_eq!(table["columnDefinitions"][5]["priority"], 1);
         assert_eq!(table["rows"][0].get("object"), None);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Pod};
 use kube::{
     Api, Client, ResourceExt,
-    api::{DeleteParams, ListParams, Patch, PostParams, Preconditions},
+    api::{ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PostParams, Preconditions},
 };
 use serde_json::{Value, json};
 use tokio::{sync::Mutex, time::Instant};
@@ -65,7 +65,10 @@ async fn make(client: &Client, cache: &ImageCache, node: &str, node_uid: &str, s
     let agents_image = agents_image(client, cache).await?;
     let pod = serde_json::from_value(pod(node, node_uid, agents_image.as_deref(), size))
         .map_err(|error| ApiError::Content { object: format!("placeholder pod {node}"), reason: error.to_string() })?;
-    let (pods, parameters) = (placeholder_pods(client), PostParams::default());
+    // Untyped: the program has no other use for what writes any Pod, and would be a third of a megabyte larger.
+    let kind = ApiResource::erase::<Pod>(&());
+    let pods: Api<DynamicObject> = Api::namespaced_with(client.clone(), placeholder::NAMESPACE, &kind);
+    let parameters = PostParams::default();
     let made = call(format!("create placeholder pod {node}"), pods.create(&parameters, &pod)).await;
     if made.is_err() {
         // The agents may have got another one meanwhile.
