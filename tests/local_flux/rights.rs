@@ -82,9 +82,17 @@ fn the_roles_grant_what_the_nodes_ask_for_and_no_more() {
     assert!(unused.is_empty(), "no node has asked for {unused:#?}");
 }
 
-/// Rights of the bridge that nothing here makes it use: the API server of local mode has no PodGroups; and a pod is read after a
-/// binding that nobody has answered (`tests/bridge.rs`).
-const UNUSED_HERE: [(&str, &str); 2] = [("podgroups", "get"), ("pods", "get")];
+/// Rights of the bridge that nothing here makes it use: the API server of local mode has no PodGroups; a pod is read after a binding
+/// that nobody has answered; the kubelets of local mode can't resize pods, so no node has a placeholder pod (`tests/bridge.rs`); and
+/// without `spec.pods.preemptAfter`, no budget is asked.
+const UNUSED_HERE: [(&str, &str); 6] = [
+    ("podgroups", "get"),
+    ("pods", "get"),
+    ("pods", "create"),
+    ("pods", "delete"),
+    ("pods/resize", "patch"),
+    ("poddisruptionbudgets", "list"),
+];
 
 fn object(version: &str, kind: &str, name: &str, fields: serde_json::Value) -> serde_json::Value {
     let mut object = json!({"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": "default"}});

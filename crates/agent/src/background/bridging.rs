@@ -91,7 +91,9 @@ impl Bridging {
         if !matches!(wanted, Wanted::Bridge { .. }) {
             self.running = None;
         }
-        let is_over = inputs.instance == Instance::Over && inputs.host.broker.is_none();
+        // Without pods through Flux, deploy/pods.yaml need not be there, nor the right to delete one.
+        let had_pods = inputs.spec.pods.enabled || inputs.roster.as_ref().is_some_and(|roster| roster.settings.pods);
+        let is_over = had_pods && inputs.instance == Instance::Over && inputs.host.broker.is_none();
         let was_over = std::mem::replace(&mut self.removes_placeholder, is_over);
         if is_over && !was_over {
             // Perhaps no bridge is left to remove it, and none will come.
