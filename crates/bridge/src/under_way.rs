@@ -26,7 +26,7 @@ const SHOWS_WITHIN: Duration = Duration::from_secs(10);
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// How long a node is left alone whose placeholder pod was refused: somebody has to mend that.
 const PLACEHOLDER_AGAIN_AFTER: Duration = Duration::from_secs(30);
-/// How long the status tells of a refusal: longer than [`PLACEHOLDER_AGAIN_AFTER`], so that the message stays.
+/// How long the status tells of a refusal. [`PLACEHOLDER_AGAIN_AFTER`] is shorter: the next refusal renews the message before it ends.
 const TOLD_FOR: Duration = Duration::from_mins(1);
 /// How long a gang that the API server did not let go makes way for none: its PodDisruptionBudget rarely changes soon.
 const PROTECTED_FOR: Duration = Duration::from_hours(2);

@@ -53,6 +53,10 @@ struct Candidate<'a> {
 
 /// Forgets jobs that have ended, jobs of gangs that stay because the API server refused, and gangs that wait no longer.
 pub(super) fn forget(round: &Round, memory: &mut PreemptMemory) {
+    // Each decision comes here, and as a rule nothing has made way.
+    if memory.helped.is_empty() && memory.made_way.is_empty() {
+        return;
+    }
     memory.helped.retain(|id, _| round.gangs.iter().any(|(gang, _)| gang.id == *id && !gang.is_started()));
     let stays = |held: &Held| held.slots.iter().any(|(_, pod)| pod.is_some_and(PodView::stays));
     // The pods of a suspended Job are about to be deleted.
