@@ -44,6 +44,8 @@ class Account(PodCluster):
     def __init__(self, arguments):
         super().__init__(arguments)
         self.changes = arguments.changes
+        # Jobs that ended with the lead's broker.
+        self.lost = set()
 
     def misses(self, row):
         return None
@@ -164,26 +166,41 @@ class Account(PodCluster):
             kubectl("delete", "pod", random.choice(pods), "--grace-period=0", "--force")
 
     def fault(self, number):
-        """The lead's agent is killed, or the API server is gone for a while: pods run on, and host jobs end as they would have."""
+        """Another process of the lead's node is ended, or the API server is gone for a while: pods run on, and the account is right again. Host
+        jobs end as they would have, unless the lead's broker is ended, which costs Flux its jobs."""
+        lead = self.instance()["status"]["lead"]
+        faults = {
+            "kill -9 of the lead's agent": lambda: self.signal(lead, "KILL", AGENT),
+            "the API server away for 5 s": lambda: self.without_api_server(5),
+            "SIGTERM to the lead's broker": lambda: self.signal(lead, "TERM", BROKER),
+            "kill -9 of the lead's broker": lambda: self.signal(lead, "KILL", BROKER),
+        }
+        if not self.api_command:
+            del faults["the API server away for 5 s"]
+        name = list(faults)[number % len(faults)]
         self.until_right(20)
         before = {name: pod for name, pod in self.running().items() if name.startswith(("web-", "service-"))}
         before = {name: pod for name, pod in before.items() if "deletionTimestamp" not in pod["metadata"]}
-        if number % 2 and self.api_command:
-            self.api_server("stop")
-            time.sleep(5)
-            self.api_server("start")
-        else:
-            self.signal(self.instance()["status"]["lead"], "KILL", AGENT)
+        faults[name]()
         # kubelet starts a container that ends again and again only minutes later.
         until("the lead's agent to answer", lambda: "host" in self.flux("resource", "list") or True, 600)
         begin = time.monotonic()
-        self.until_right(30)
+        self.until_right(60)
+        seconds = time.monotonic() - begin
         self.run_on(before)
-        if bad := self.flux("jobs", "-n", "--filter=failed,canceled,timeout", "-o", "{id} {name} {result}"):
-            ours = [job for job in bad.splitlines() if job.split()[1] == "sleep"]
+        if not name.endswith("broker") and (bad := self.flux("jobs", "-n", "--filter=failed,canceled,timeout", "-o", "{id} {name} {result}")):
+            ours = {job for job in bad.splitlines() if job.split()[1] == "sleep"} - self.lost
             if ours:
-                raise Wrong(f"host jobs did not end as they would have: {ours}")
-        return time.monotonic() - begin
+                raise Wrong(f"{name}: host jobs did not end as they would have: {ours}")
+        elif name.endswith("broker"):
+            self.lost = set(self.flux("jobs", "-n", "--filter=failed,canceled,timeout", "-o", "{id} {name} {result}").splitlines())
+        print(f"{name}: right again after {seconds:.1f} s", flush=True)
+        return seconds
+
+    def without_api_server(self, seconds):
+        self.api_server("stop")
+        time.sleep(seconds)
+        self.api_server("start")
 
     def mix_with_faults(self):
         return self.mix(faults=True)

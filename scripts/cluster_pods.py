@@ -86,6 +86,34 @@ class Pods(PodCluster):
         if failed := {name: pod["status"].get("reason") for name, pod in self.pods().items() if pod["status"]["phase"] == "Failed"}:
             raise Wrong(f"failed: {failed}")
 
+    def priorities(self):
+        """A hundred pods of five priorities wait in random order: they get cores in the order of their priorities."""
+        values = {f"priority-{number}": 1000 * number for number in range(1, 6)}
+        self.create(*[{"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": name}, "value": value}
+                      for name, value in values.items()])
+        self.create(*[self.a_pod(f"first{number}") for number in range(self.room)])
+        self.until_running(self.room)
+        turn = f"t{random.getrandbits(24):06x}"
+        waiting = {f"{turn}-{number}": random.choice(list(values)) for number in range(100)}
+        self.create(*[self.a_pod(name, "1", priorityClassName=priority) for name, priority in waiting.items()])
+        begin, of = time.monotonic(), lambda name: values[waiting[name.removeprefix("default/")]]
+
+        def is_in_order():
+            queue = [of(name) for name in self.queue()]
+            return len(queue) == 100 and queue == sorted(queue, reverse=True) or queue
+
+        until("a hundred in the queue, in order", is_in_order)
+        print(f"measured: in order {time.monotonic() - begin:.1f} s after they were made", flush=True)
+        kubectl("delete", "pod", "--wait=false", *[f"first{number}" for number in range(self.room)])
+        until_is(100, "all done", lambda: sum(pod["status"]["phase"] == "Succeeded" for pod in self.pods().values()))
+        jobs = self.flux("jobs", "-a", "-n", "--filter=completed,running", "-c", "0", "-o", "{t_run} {name}").splitlines()
+        began = sorted((float(time), name.removeprefix("default/")) for time, name in map(str.split, jobs) if turn in name)
+        order = [of(name) for _, name in began]
+        if len(order) != 100 or order != sorted(order, reverse=True):
+            raise Wrong(f"the order of priorities was {order}")
+        kubectl("delete", "pods", "--all")
+        kubectl("delete", "priorityclass", *values)
+
     def pairs(self):
         """Gangs of two nodes on all cores, and as many that wait: a few a time, because creation times are whole seconds. Those that come
         later have names that come first, and no name comes twice: a lead that loses its last minute brings back jobs of the turn before."""
@@ -456,6 +484,7 @@ ROWS = {
     "gangs that deadlock": Pods.gangs,
     "a member refused": Pods.refused,
     "deletions": Pods.deletions,
+    "a hundred of five priorities": Pods.priorities,
     "flux cancel": Pods.cancelled,
     "a join": Pods.join,
     "kill -9 of the lead's agent": Pods.agent_killed,
