@@ -41,6 +41,8 @@ pub(crate) struct BridgeLease {
     recovered: Option<String>,
     /// The agent that holds it, if that is not this one.
     holder: Option<String>,
+    /// The API server lets no agent read or write it, as before deploy/pods.yaml is applied.
+    is_forbidden: bool,
     sight: Sight,
 }
 
@@ -52,6 +54,7 @@ impl BridgeLease {
             until: None,
             recovered: None,
             holder: None,
+            is_forbidden: false,
             sight: Sight::default(),
         }
     }
@@ -65,6 +68,9 @@ impl BridgeLease {
     /// Why the Lease is not ours.
     pub(crate) fn waits_for(&self) -> Option<String> {
         (!self.is_ours()).then(|| match &self.holder {
+            _ if self.is_forbidden => {
+                format!("agents may not write Lease {LEASE_BRIDGE}: apply deploy/pods.yaml, which lets them")
+            }
             Some(holder) => format!("agent {holder} still holds Lease {LEASE_BRIDGE}"),
             None => format!("this agent does not hold Lease {LEASE_BRIDGE}"),
         })
@@ -81,6 +87,12 @@ impl BridgeLease {
     /// # Errors
     /// The API server's. Another agent that was faster is no error.
     pub(crate) async fn renew(&mut self, recovered: Option<&str>) -> Result<(), ApiError> {
+        let renewed = self.take_or_renew(recovered).await;
+        self.is_forbidden = renewed.as_ref().is_err_and(|error| error.code() == Some(403));
+        renewed
+    }
+
+    async fn take_or_renew(&mut self, recovered: Option<&str>) -> Result<(), ApiError> {
         let asked = Instant::now();
         let found = call("get Lease flux-bridge", self.leases.get_opt(LEASE_BRIDGE)).await?;
         let view = found.as_ref().map(|lease| self.sight.view(lease, DURATION));
