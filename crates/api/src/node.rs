@@ -280,6 +280,18 @@ pub struct Account {
     pub requested_milli_cpu: Option<u64>,
 }
 
+/// How many jobs there are.
+#[derive(Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct JobCounts {
+    /// Jobs that run, of users and of gangs.
+    #[serde(default)]
+    pub running: u32,
+    /// Jobs in the queue, without those of the highest urgency; at most the first 1,000 are counted.
+    #[serde(default)]
+    pub pending: u32,
+}
+
 /// State of the node. Its own agent writes it; only `account` comes from the lead's agent.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -343,6 +355,9 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
     #[schemars(with = "String")]
     pub gangs: IdSet,
+    /// Lead only: how many jobs run and wait, without jobs `other-pods/NODE`. Unset: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub jobs: Option<JobCounts>,
     /// Lead only: how many more nodes the largest of the jobs needs that wait for nodes which are down. Unset: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending_nodes: Option<u32>,

@@ -37,12 +37,14 @@ pub struct Occupancy<'a> {
     jobs: Jobs,
     /// When the jobs were listed last.
     listed: Option<Instant>,
+    /// How many jobs ran then, shadow jobs left out.
+    running: u32,
 }
 
 impl<'a> Occupancy<'a> {
     /// Asks the lead through `client`.
     pub fn of(client: &'a Client) -> Self {
-        Self { client, jobs: Jobs::of(client.uid()), listed: None }
+        Self { client, jobs: Jobs::of(client.uid()), listed: None, running: 0 }
     }
 
     /// Tells apart what jobs hold. `status`: the lead's report, asked for just now.
@@ -69,17 +71,21 @@ impl<'a> Occupancy<'a> {
         match listed_jobs(self.client, JobStates::Running).await {
             Ok(listed) => {
                 let known = self.learn(&listed).await;
-                Ok(Look::of(occupied(allocated, &self.jobs), &known))
+                Ok(Look::of(self.occupied(allocated), &known))
             }
             Err(error) if self.listed.is_some_and(|listed| listed.elapsed() < KNOWN_FOR) => {
                 debug!(error = error_chain(&error), "can't list the jobs: the gangs that were known count");
-                let occupied = occupied(allocated, &self.jobs);
+                let occupied = self.occupied(allocated);
                 // Another look would not help, so nothing counts as unexplained.
                 let all = occupied.by_host_jobs.clone();
                 Ok(Look::of(occupied, &all))
             }
             Err(error) => Err(error),
         }
+    }
+
+    fn occupied(&self, allocated: &ResourceSet) -> Occupied {
+        Occupied { running: self.running, ..occupied(allocated, &self.jobs) }
     }
 
     /// Asks what each new job of `listed` is. Returns the ranks of the host jobs.
@@ -97,6 +103,8 @@ impl<'a> Occupancy<'a> {
                 Err(error) => warn!(error = error_chain(&error), "can't find out whether a job is for pods"),
             }
         }
+        let running = listed.len().saturating_sub(self.jobs.shadows().count());
+        self.running = u32::try_from(running).unwrap_or(u32::MAX);
         let is_host_job = |job: &&ListedJob| match self.jobs.get(job.id) {
             Some(known) => known.is_host_job(),
             None => !may_be_gang(job),

@@ -13,14 +13,16 @@ use super::{
 };
 
 /// Most jobs to examine. The scheduler considers the first ones first, and a queue may hold a hundred thousand.
-const MAX_JOBS: u32 = 1000;
+pub const MAX_JOBS: u32 = 1000;
 
 /// The priority that Flux gives to a job of urgency 31 (RFC 30), such as those that hold cores for pods.
 const HIGHEST_PRIORITY: i64 = 4_294_967_295;
 
-/// What the pending jobs wait for.
+/// How many jobs wait, and for what.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pending {
+    /// Number of jobs in the queue, without those of the highest urgency; at most [`MAX_JOBS`].
+    pub jobs: u32,
     /// Of the jobs that wait for nodes which are down: how many more nodes the largest one needs. 0 if there is none.
     pub missing_nodes: u32,
     /// ID of the first job in the queue, if the resources that it requests are free: the scheduler will start it in a
@@ -71,7 +73,8 @@ pub async fn pending(client: &Client, instance: &InstanceStatus) -> Result<Pendi
         Some(job) if may_begin(client, job.id).await? => Some(job.id),
         _ => None,
     };
-    Ok(Pending { missing_nodes: missing_nodes(&jobs, instance), fits })
+    let count = u32::try_from(jobs.len()).unwrap_or(u32::MAX);
+    Ok(Pending { jobs: count, missing_nodes: missing_nodes(&jobs, instance), fits })
 }
 
 /// What is free without the `count` nodes with most of it: a job of the highest urgency wants cores of one node, which pods use already,

@@ -126,12 +126,12 @@ fn planned_by(node: &DeserializeGuard<FluxNode>) -> Option<u64> {
     Some(hasher.finish())
 }
 
-/// Drops the account, on which planning does not depend and which changes every few seconds, and cuts texts that no agent of ours
+/// Drops account and counts of jobs, on which planning does not depend and which change every few seconds, and cuts texts that no agent of ours
 /// writes that long. The planner copies them into the FluxInstance's status and into the specs of other
 /// FluxNodes, which have to fit into etcd. Sets of ranks stay whole: a part of one says that jobs run nowhere else.
 fn keep_for_planning(node: &mut DeserializeGuard<FluxNode>) {
     let Ok(FluxNode { status: Some(status), .. }) = &mut node.0 else { return };
-    status.account = None;
+    (status.account, status.jobs) = (None, None);
     let phase = if let NodePhase::Other(word) = &mut status.phase { Some(word) } else { None };
     let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
     let of_pods = status.pods.as_mut().map(|pods| [pods.waits_for.as_mut(), pods.placeholder_refused.as_mut()]);
@@ -309,10 +309,10 @@ mod tests {
     }
 
     #[test]
-    fn an_account_of_a_node_is_not_relevant() {
+    fn accounts_and_counts_of_jobs_are_not_relevant() {
         let node = |version: &str, phase: &str, host_jobs: u32| {
             let metadata = json!({"name": "node1", "resourceVersion": version});
-            let status = json!({"phase": phase, "account": {"hostJobs": host_jobs}});
+            let status = json!({"phase": phase, "account": {"hostJobs": host_jobs}, "jobs": {"running": host_jobs}});
             let node = json!({"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status});
             let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
             keep_for_planning(&mut node);

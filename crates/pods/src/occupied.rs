@@ -5,7 +5,7 @@ use broker::resource_set::ResourceSet;
 
 use crate::{jobs::Jobs, record::GangKind};
 
-/// The ranks on which jobs hold resources, shadow jobs left out.
+/// The ranks on which jobs hold resources, and how many jobs that are, shadow jobs left out.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Occupied {
     /// Those of host jobs: of all jobs that are not known to be the bridge's.
@@ -14,6 +14,8 @@ pub struct Occupied {
     pub by_gangs: IdSet,
     /// Those of gangs, single pods among them.
     pub by_pods: IdSet,
+    /// Number of jobs that run. Whoever has listed them sets it.
+    pub running: u32,
 }
 
 impl Occupied {
@@ -42,7 +44,7 @@ pub fn occupied(allocated: &ResourceSet, jobs: &Jobs) -> Occupied {
         }
     }
     left.retain(|_, kinds| kinds.values().any(|ids| !ids.is_empty()));
-    Occupied { by_host_jobs: left.into_keys().collect(), by_gangs, by_pods }
+    Occupied { by_host_jobs: left.into_keys().collect(), by_gangs, by_pods, running: 0 }
 }
 
 /// What one look at the jobs shows.

@@ -17,8 +17,8 @@ use crate::{
     step::Step,
 };
 use api::{
-    Adopted, Dump, Facts, FluxNodeStatus, IdSet, LeadFailed, NodePhase, ROSTER_FORMAT, Rank, Roster, STAND_IN,
-    Takeover, Want, packed,
+    Adopted, Dump, Facts, FluxNodeStatus, IdSet, JobCounts, LeadFailed, NodePhase, ROSTER_FORMAT, Rank, Roster,
+    STAND_IN, Takeover, Want, packed,
 };
 use host::dumps::is_of;
 use hostapi::Preflight;
@@ -105,6 +105,7 @@ pub fn node_status(
             .filter(|host_jobs| allocated.as_ref().is_some_and(|allocated| allocated != host_jobs)),
         allocated,
         gangs: occupied.map(|occupied| occupied.by_gangs.clone()).unwrap_or_default(),
+        jobs: job_counts(inputs).filter(|_| is_lead),
         pending_nodes: inputs.broker.pending.filter(|_| is_lead).map(|pending| pending.missing_nodes),
         pods: inputs.pods.clone().filter(|_| is_lead),
         // The lead's agent writes it, while the node has a rank there.
@@ -141,6 +142,12 @@ pub fn node_status(
         roster_format: ROSTER_FORMAT,
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
     })
+}
+
+/// How many jobs run and wait; None while one of the two is not known.
+fn job_counts(inputs: &NodeInputs) -> Option<JobCounts> {
+    let (occupied, pending) = (inputs.broker.occupied.as_ref()?, inputs.broker.pending?);
+    Some(JobCounts { running: occupied.running, pending: pending.jobs })
 }
 
 /// The status if the host can't be observed: the last report stands, but nothing supervises the broker.
