@@ -1,5 +1,7 @@
 //! The command line.
 
+#[cfg(feature = "kubectl")]
+mod plugin;
 mod validate;
 
 use std::{
@@ -99,6 +101,10 @@ enum Command {
 
 /// Parses the arguments, runs the command, and returns its exit code.
 pub fn main() -> ExitCode {
+    #[cfg(feature = "kubectl")]
+    if let Some(code) = plugin::main() {
+        return code;
+    }
     let arguments = Arguments::parse();
     if holds_keys(&arguments.command) {
         // A process without this protection is better than none.
@@ -115,8 +121,7 @@ pub fn main() -> ExitCode {
         _ => {}
     }
     init_tracing(&arguments.command);
-    // rustls has no default provider in this build; only the first call of a process does anything.
-    let _ = rustls::crypto::ring::default_provider().install_default();
+    install_crypto();
     match run(arguments.command) {
         Ok(code) => code,
         Err(failure) => {
@@ -125,6 +130,11 @@ pub fn main() -> ExitCode {
             failure.code
         }
     }
+}
+
+/// rustls has no default provider in this build; only the first call of a process does anything.
+fn install_crypto() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
 /// True for a command that may hold a key or a token, so that a core of it must not be kept. The others start programs
@@ -229,7 +239,7 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
 }
 
 /// The crates of this project, whose log is worth more than that of others.
-const OURS: [&str; 17] = [
+const OURS: [&str; 18] = [
     "flux_distribute",
     "agent",
     "api",
@@ -240,6 +250,7 @@ const OURS: [&str; 17] = [
     "cluster",
     "host",
     "hostapi",
+    "kubectl",
     "local",
     "locks",
     "model",

@@ -1,18 +1,23 @@
 //! The API server of local mode under kubectl: `KUBECTL` names one, else the one in PATH is taken.
 #![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
+mod apiserver_support;
 #[path = "support/needs.rs"]
 mod needs;
 
-use std::{path::PathBuf, process::Stdio, sync::Arc};
+use std::{path::PathBuf, process::Stdio};
 
-use apiserver::{Identity, Store, serve};
+use apiserver::Store;
+use tokio::{io::AsyncWriteExt, process::Command};
+
+use apiserver_support::{Server, start_with};
 use needs::{Need, kubectl, skips_without};
-use tokio::{io::AsyncWriteExt, net::TcpListener, process::Command};
 
 struct Kubectl {
     program: PathBuf,
     home: tempfile::TempDir,
+    /// It ends with this.
+    server: Server,
 }
 
 impl Kubectl {
@@ -51,24 +56,9 @@ async fn serve_kubectl() -> Option<Kubectl> {
         return None;
     }
     let program = kubectl()?;
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    let identity = Identity::new(address.ip()).unwrap();
-    let kubectl = Kubectl { program, home: tempfile::tempdir().unwrap() };
-    let kubeconfig = serde_json::json!({
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{ "name": "local", "cluster": {
-            "server": format!("https://{address}"),
-            "certificate-authority-data": k8s_openapi::ByteString(identity.authority().into()),
-        }}],
-        "users": [{ "name": "local", "user": { "token": "sesame" } }],
-        "contexts": [{ "name": "local", "context": { "cluster": "local", "user": "local", "namespace": "flux-distribute" } }],
-        "current-context": "local",
-    });
-    std::fs::write(kubectl.home.path().join("kubeconfig"), kubeconfig.to_string()).unwrap();
-    let store = Arc::new(Store::new());
-    tokio::spawn(async move { serve(listener, &identity, store, "sesame".into(), None, std::future::pending()).await });
+    let server = start_with(Store::new()).await;
+    let kubectl = Kubectl { program, home: tempfile::tempdir().unwrap(), server };
+    std::fs::write(kubectl.home.path().join("kubeconfig"), kubectl.server.kubeconfig.to_string()).unwrap();
     Some(kubectl)
 }
 

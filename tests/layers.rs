@@ -21,11 +21,11 @@ const LAYERS: &[&[&str]] = &[
     &["broker", "packages", "apiserver"],
     &["pods"],
     &["bridge"],
-    &["stage", "planner", "agent", "local"],
+    &["stage", "planner", "agent", "local", "kubectl"],
     &["flux-distribute"],
 ];
-/// The only ones that may depend on a crate that must not be in the image, and only if feature `local` is on.
-const LOCAL_MODE: [&str; 2] = ["local", "apiserver"];
+/// What must not be in the image: the program depends on these only if features `local` and `kubectl` are on.
+const NOT_IN_THE_IMAGE: [&str; 3] = ["local", "apiserver", "kubectl"];
 /// What each of these must not know, though it stands below: pure crates know no client, and a host no cluster. Without `nix`
 /// (and `unsafe`) a crate makes no system call that std doesn't make for it: `host` does, and `local`, which makes hosts.
 const APART: &[(&str, &[&str])] = &[
@@ -41,6 +41,7 @@ const APART: &[(&str, &[&str])] = &[
     ("cluster", &["model", "hostapi", "host", "locks", "nix"]),
     ("planner", &["hostapi", "stage", "broker", "nix"]),
     ("agent", &["planner", "stage", "nix"]),
+    ("kubectl", &["host", "hostapi", "broker", "packages", "nix"]),
 ];
 
 fn cargo(words: &[&str]) -> String {
@@ -98,14 +99,14 @@ fn the_dockerfile_copies_the_manifest_of_every_crate() {
 
 /// As `cargo tree` resolves it for the image's build (docker/Dockerfile, `make image-binary`).
 #[test]
-fn the_images_program_has_no_local_mode_and_no_test_switches() {
+fn the_images_program_has_no_local_mode_no_plugin_and_no_test_switches() {
     let tree = |features: &[&str]| {
         let words = ["tree", "--locked", "--offline", "--edges=normal,build", "--prefix=none", "--format={p} [{f}]"];
         cargo(&[&words, features].concat())
     };
     let has = |tree: &str, name: &str| tree.lines().any(|line| line.split(' ').next() == Some(name));
     let (whole, image) = (tree(&[]), tree(&["--no-default-features"]));
-    for name in LOCAL_MODE {
+    for name in NOT_IN_THE_IMAGE {
         assert!(has(&whole, name) && !has(&image, name), "{name}");
     }
     assert!(whole.contains("test-switches") && !image.contains("test-switches"));

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use api::NAMESPACE;
 use apiserver::{Identity, Store, serve};
 use k8s_openapi::{
-    NamespaceResourceScope,
+    ByteString, NamespaceResourceScope,
     api::core::v1::{ConfigMap, Namespace},
 };
 use kube::{
@@ -19,7 +19,7 @@ use rustls::{
     ClientConfig, RootCertStore,
     pki_types::{CertificateDer, pem::PemObject},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
@@ -31,6 +31,8 @@ pub struct Server {
     pub address: std::net::SocketAddr,
     /// What its clients trust.
     pub authority: CertificateDer<'static>,
+    /// A kubeconfig for it.
+    pub kubeconfig: Value,
     pub client: Client,
     pub stop: Option<tokio::sync::oneshot::Sender<()>>,
     pub task: tokio::task::JoinHandle<std::io::Result<()>>,
@@ -54,9 +56,21 @@ pub async fn start_with(store: Store) -> Server {
     let shutdown = async move { drop(stopped.await) };
     let identity = Identity::new(address.ip()).unwrap();
     let authority = CertificateDer::from_pem_slice(identity.authority().as_bytes()).unwrap();
+    let kubeconfig = json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "local", "cluster": {
+            "server": format!("https://{address}"),
+            "certificate-authority-data": ByteString(identity.authority().into()),
+        }}],
+        "users": [{"name": "local", "user": {"token": TOKEN}}],
+        "contexts": [{"name": "local", "context": {"cluster": "local", "user": "local", "namespace": NAMESPACE}}],
+        "current-context": "local",
+    });
     let served = store.clone();
     let task = tokio::spawn(async move { serve(listener, &identity, served, TOKEN.into(), None, shutdown).await });
-    Server { store, address, client: client(address, &authority, TOKEN), authority, stop: Some(stop), task }
+    let client = client(address, &authority, TOKEN);
+    Server { store, address, client, authority, kubeconfig, stop: Some(stop), task }
 }
 
 pub async fn start() -> Server {

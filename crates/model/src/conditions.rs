@@ -26,7 +26,7 @@ pub(super) const TAKEN_BACK: &str = "TakenBack";
 /// Reason of RestartPending if a node can't install the packages until a user fixes something.
 pub(super) const PACKAGES_UNAVAILABLE: &str = "PackagesUnavailable";
 /// Reason of Degraded if an administrator has shut the instance down.
-pub(super) const SHUT_DOWN_REASON: &str = "ShutDown";
+pub const SHUT_DOWN_REASON: &str = "ShutDown";
 
 /// Message of the FluxInstance and of the FluxNodes while the instance is shut down.
 pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down (flux shutdown): to start it again, with its queue, run \
