@@ -81,5 +81,5 @@ case ${1:-} in
     build) build "${2:-}" ;;
     sign) sign "${2:?which image?}" ;;
     publish) publish ;;
-    *) sed -n '2,12p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,11p' "$0" >&2; exit 2 ;;
 esac
