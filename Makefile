@@ -7,7 +7,7 @@ IMAGE ?= localhost/flux-distribute:$(VERSION)
 # Where rustup puts cargo.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build image-binary test chaos chaos-long lint image push demo demo-down kind-test deploy undeploy manifests clean
+.PHONY: help setup build image-binary test chaos chaos-long lint licences image push demo demo-down kind-test deploy undeploy manifests clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,9 +31,13 @@ chaos: setup ## Break things on purpose while a job runs, for up to an hour; TAB
 chaos-long: setup ## The same, five times as often
 	FLUX_DISTRIBUTE_CHAOS=long FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --profile chaos --test chaos
 
-lint: setup ## Format, clippy
+lint: setup ## Format, clippy, links in the sources' documentation
 	cargo fmt --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D rustdoc::broken_intra_doc_links" cargo doc --workspace --locked --no-deps
+
+licences: setup ## Licences and sources of all crates (deny.toml)
+	scripts/deny.sh
 
 # What can't be pushed shows before anything is built.
 need_docker = docker info >/dev/null 2>&1 || { echo "there is no Docker daemon: install or start Docker, or load the file of \`make image\` by hand" >&2; exit 2; }

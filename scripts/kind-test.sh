@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The main job on a kind cluster: bring it up, build, load, apply, and see all workers free in Flux.
 #
-#   KEEP=1  leave the cluster there
+#   KEEP=1            leave the cluster there
+#   NODE_IMAGE=IMAGE  another version of Kubernetes than kind's default, as kind's release notes list them
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for program in docker kind kubectl; do
@@ -31,7 +32,7 @@ finish() {
 trap finish EXIT
 
 docker build -f docker/Dockerfile -t "$image" .
-kind create cluster --name "$cluster" --config example/kind-config.yaml --wait 5m
+kind create cluster --name "$cluster" --config example/kind-config.yaml ${NODE_IMAGE:+--image "$NODE_IMAGE"} --wait 5m
 kind load docker-image --name "$cluster" "$image"
 scripts/deploy.sh up "$image"
 

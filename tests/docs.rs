@@ -100,7 +100,8 @@ fn anchor(heading: &str) -> String {
 fn links_between_documents_lead_somewhere() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let documents = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
-    for path in documents.chain([root.join("README.md")]) {
+    let others = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"].map(|name| root.join(name));
+    for path in documents.chain(others) {
         let text = fs::read_to_string(&path).unwrap();
         let links = text.split("](").skip(1).map(|rest| rest.split(')').next().unwrap());
         for link in links.filter(|link| !link.starts_with("http")) {

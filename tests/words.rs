@@ -23,7 +23,7 @@ const EXCEPTIONS: [(&str, &str); 1] = [
     ("crates/model/src/roster/drain.rs", "was told"),
 ];
 
-const PLACES: [&str; 12] = [
+const PLACES: [&str; 16] = [
     "src",
     "crates",
     "tests",
@@ -34,7 +34,11 @@ const PLACES: [&str; 12] = [
     "deploy",
     "docker",
     "example",
+    ".github",
     "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "Makefile",
 ];
 
@@ -44,7 +48,7 @@ fn collect(path: &Path, files: &mut Vec<PathBuf>) {
         return;
     }
     let kind = path.extension().and_then(|kind| kind.to_str());
-    if path.ends_with("Makefile") || matches!(kind, Some("rs" | "md" | "sh" | "py" | "yaml" | "txt")) {
+    if path.ends_with("Makefile") || matches!(kind, Some("rs" | "md" | "sh" | "py" | "yaml" | "yml" | "txt")) {
         files.push(path.to_owned());
     }
 }
