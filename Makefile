@@ -69,7 +69,7 @@ deploy: ## Put IMAGE=… on the cluster that kubectl speaks to
 undeploy: ## Clean every host, then take everything off the cluster
 	scripts/deploy.sh down
 
-manifests: setup ## Make deploy/daemonset-installer.yaml and docs/reference.md from deploy/parts and the types
+manifests: setup ## Make deploy/daemonset-installer.yaml, deploy/chart and docs/reference.md from deploy/parts and the types
 	UPDATE_MANIFESTS=1 cargo test --quiet --locked --test crds
 
 clean: ## Remove what was built

@@ -52,6 +52,7 @@ look flux "no Flux in $flux (FLUX_PREFIX)" test -x "$flux/bin/flux"
 look fluxion "no Fluxion in $flux (FLUX_PREFIX), or that Flux does not load it" fluxion
 look apiserver "no etcd and kube-apiserver in KUBEBUILDER_ASSETS" api_server
 look kubectl "no kubectl in PATH (KUBECTL)" test -x "${KUBECTL:-$(command -v kubectl)}"
+look helm "no helm in PATH (HELM)" test -x "${HELM:-$(command -v helm)}"
 look systemd "systemd does not run, or FLUX_DISTRIBUTE_TEST_SYSTEMD does not permit to change its units" systemd
 look channel "FLUX_TEST_CHANNEL names no conda channel" test -n "${FLUX_TEST_CHANNEL:-}"
 look channel-directory "FLUX_TEST_CHANNEL is not a directory" test -d "${FLUX_TEST_CHANNEL:-}"

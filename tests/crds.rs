@@ -1,6 +1,10 @@
-//! `deploy/daemonset-installer.yaml` is made of `deploy/parts` and the CRDs, and `docs/reference.md` of the CRDs alone.
+//! `deploy/daemonset-installer.yaml` and most of the Helm chart are made of `deploy/parts` and the CRDs, and `docs/reference.md` of the
+//! CRDs alone.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
+
+#[path = "support/chart.rs"]
+mod chart;
 
 use std::{fmt::Write, fs, path::Path};
 
@@ -9,10 +13,14 @@ use kube::CustomResourceExt;
 use model::effect::{Effect, effect};
 use serde_json::{Value, json};
 
+/// A file of `deploy/`.
+fn source(name: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy").join(name)).unwrap()
+}
+
 /// The one file to apply: the namespace first, then the kinds, then what uses both.
 fn installer() -> String {
-    let parts = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/parts");
-    let part = |name: &str| fs::read_to_string(parts.join(name)).unwrap();
+    let part = |name: &str| source(&format!("parts/{name}"));
     [
         "# Made by `make manifests` from deploy/parts and the CRDs; don't edit this file.\n".to_owned(),
         part("1-namespace.yaml"),
@@ -21,9 +29,14 @@ fn installer() -> String {
         part("4-admission.yaml"),
         part("5-default.yaml"),
         part("6-daemonset.yaml"),
-        merged(&part("6-daemonset.yaml"), &part("7-control-planes.yaml")),
+        control_planes(),
     ]
     .concat()
+}
+
+/// The DaemonSet for control planes.
+fn control_planes() -> String {
+    merged(&source("parts/6-daemonset.yaml"), &source("parts/7-control-planes.yaml"))
 }
 
 /// The object that a merge patch (RFC 7396) makes of another one, under the patch's own comment.
@@ -46,6 +59,13 @@ fn assert_is_current(file: &str, content: &str) {
 #[test]
 fn the_installer_is_built_from_its_parts() {
     assert_is_current("deploy/daemonset-installer.yaml", &installer());
+}
+
+#[test]
+fn the_chart_is_built_from_the_same_parts() {
+    for (name, content) in chart::files(source, &control_planes()) {
+        assert_is_current(&format!("deploy/chart/{name}"), &content);
+    }
 }
 
 const INTRODUCTION: &str = "\

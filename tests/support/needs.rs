@@ -40,6 +40,8 @@ pub enum Need {
     ApiServer,
     /// `KUBECTL` or PATH leads to kubectl.
     Kubectl,
+    /// `HELM` or PATH leads to helm.
+    Helm,
     /// systemd runs, and `FLUX_DISTRIBUTE_TEST_SYSTEMD` permits to change its units.
     Systemd,
     /// `FLUX_TEST_CHANNEL` names a conda channel with flux-core, flux-sched and mpich.
@@ -51,7 +53,7 @@ pub enum Need {
 }
 
 impl Need {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::Root,
         Self::Namespaces,
         Self::Cgroups,
@@ -63,6 +65,7 @@ impl Need {
         Self::Fluxion,
         Self::ApiServer,
         Self::Kubectl,
+        Self::Helm,
         Self::Systemd,
         Self::Channel,
         Self::ChannelDirectory,
@@ -123,6 +126,7 @@ impl Need {
                 unless(is_there, "KUBEBUILDER_ASSETS names no directory with etcd and kube-apiserver")
             }
             Self::Kubectl => unless(kubectl().is_some(), "there is no kubectl in PATH; name another place by KUBECTL"),
+            Self::Helm => unless(helm().is_some(), "there is no helm in PATH; name another place by HELM"),
             Self::Systemd => {
                 let is_allowed = env::var_os("FLUX_DISTRIBUTE_TEST_SYSTEMD").is_some();
                 unless(Path::new("/run/systemd/system").is_dir(), "systemd does not run here").or_else(|| {
@@ -211,9 +215,18 @@ pub fn channel() -> Option<String> {
 
 /// The program that `KUBECTL` names, or else the one in PATH.
 pub fn kubectl() -> Option<PathBuf> {
+    program("KUBECTL", "kubectl")
+}
+
+/// The program that `HELM` names, or else the one in PATH.
+pub fn helm() -> Option<PathBuf> {
+    program("HELM", "helm")
+}
+
+fn program(variable: &str, name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let in_path = env::split_paths(&path).map(|directory| directory.join("kubectl"));
-    let candidates = env::var_os("KUBECTL").map(PathBuf::from).into_iter();
+    let in_path = env::split_paths(&path).map(|directory| directory.join(name));
+    let candidates = env::var_os(variable).map(PathBuf::from).into_iter();
     candidates.chain(in_path.collect::<Vec<_>>()).find(|program| program.is_file())
 }
 
