@@ -24,8 +24,8 @@ pub(crate) async fn show(client: Client, accounts: watch::Receiver<BTreeMap<Stri
     let mut written: BTreeMap<String, Account> = BTreeMap::new();
     let mut failures = 0;
     loop {
-        // The agent of a node that has left removes its account: it must be written again if the node comes back. All are away while the
-        // Lease or the broker is.
+        // The agent of a node that has left removes its account: it must be written again if the node comes back. The map is empty while
+        // the Lease or the broker is away.
         if !accounts.borrow().is_empty() {
             written.retain(|node, _| accounts.borrow().contains_key(node));
         }

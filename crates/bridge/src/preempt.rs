@@ -1,7 +1,11 @@
 //! Makes gangs make way for another one: all of them, or none.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
+use futures::future::join_all;
 use k8s_openapi::api::{core::v1::Pod, policy::v1::PodDisruptionBudget};
 use kube::{Api, ResourceExt, api::ListParams, core::Selector};
 use tracing::{info, warn};
@@ -20,6 +24,9 @@ use crate::{
     under_way::Outcome,
 };
 
+/// Longest time to read the PodDisruptionBudgets of a namespace, which may have thousands of them.
+const ASKED_FOR: Duration = Duration::from_secs(30);
+
 /// What makes a part of a victim go.
 #[derive(Debug, PartialEq)]
 enum Step<'a> {
@@ -33,13 +40,14 @@ impl Tools {
         if let Err(outcome) = self.make_way(victims).await {
             return outcome;
         }
-        for victim in victims {
+        // One for each gang; at once, because the answer waits for them.
+        let told = victims.iter().filter_map(|victim| {
             info!(victim = %victim.gang, %gang, "a gang makes way for another one");
-            // One for the whole gang.
-            let Some(pod) = victim.pods.first().cloned() else { continue };
+            let pod = victim.pods.first().cloned()?;
             let message = format!("gang {} makes way for gang {gang}, which has a higher priority", victim.gang);
-            tell::event(&self.client, &self.identity, &Tell { pod, reason: Reason::Preempted, message }).await;
-        }
+            Some(Tell { pod, reason: Reason::Preempted, message })
+        });
+        join_all(told.map(async |told| tell::event(&self.client, &self.identity, &told).await)).await;
         Outcome::Done(None)
     }
 
@@ -65,30 +73,36 @@ impl Tools {
             by_namespace.entry(&victim.gang.namespace).or_default().push(victim);
         }
         for (namespace, victims) in by_namespace {
-            match self.first_protected(namespace, &victims).await {
-                Ok(Some((victim, budget))) => {
-                    info!(victim = %victim.gang, budget, "a PodDisruptionBudget protects a gang that was to make way");
-                    return Err(Outcome::Protected(victim.gang.clone()));
-                }
-                Ok(None) => {}
-                Err(error) => {
+            let asked = tokio::time::timeout(ASKED_FOR, self.protected(namespace, &victims)).await;
+            let (pods, why) = match asked {
+                Ok(Ok(protected)) => match protected {
+                    None => continue,
+                    Some((pods, budget)) => (pods, format!("PodDisruptionBudget {budget} protects them")),
+                },
+                Ok(Err(error)) if !is_lasting(&error) => {
                     warn!(
+                        namespace,
                         error = error_chain(&error),
-                        "nothing makes way for others: can't read the PodDisruptionBudgets"
+                        "nothing makes way for others: can't read the budgets"
                     );
                     return Err(Outcome::Failed);
                 }
-            }
+                // Whoever may write in that namespace must not keep all others from getting cores.
+                Ok(Err(error)) => (all_pods(&victims), error_chain(&error)),
+                Err(_) => (all_pods(&victims), "its PodDisruptionBudgets take too long to read".to_owned()),
+            };
+            info!(namespace, why, "pods that were to make way stay, for two hours at least");
+            return Err(Outcome::Protected(pods));
         }
         Ok(())
     }
 
-    /// A victim in `namespace` that must stay though the victims before it may go, with the PodDisruptionBudget that says so.
-    async fn first_protected<'a>(
+    /// The pods in `namespace` that must stay though others may go, with the PodDisruptionBudget that says so. None if all `victims` may go.
+    async fn protected(
         &self,
         namespace: &str,
-        victims: &[&'a Victim],
-    ) -> Result<Option<(&'a Victim, String)>, ApiError> {
+        victims: &[&Victim],
+    ) -> Result<Option<(BTreeSet<String>, String)>, ApiError> {
         let budgets: Api<PodDisruptionBudget> = Api::namespaced(self.client.clone(), namespace);
         let selected: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
         let found = call("list PodDisruptionBudgets", budgets.list(&ListParams::default())).await?;
@@ -97,18 +111,33 @@ impl Tools {
             let Some(selector) = budget.spec.as_ref().and_then(|spec| spec.selector.clone()) else { continue };
             let name = budget.name_any();
             // One that can't be read may protect them.
-            let Ok(selector) = Selector::try_from(selector) else {
-                return Ok(victims.first().map(|victim| (*victim, name)));
-            };
+            let Ok(selector) = Selector::try_from(selector) else { return Ok(Some((all_pods(victims), name))) };
             let parameters = ListParams::default().labels_from(&selector);
             let of_budget = call("list the pods of a PodDisruptionBudget", selected.list_metadata(&parameters)).await?;
             let uids = of_budget.iter().filter_map(ResourceExt::uid).collect();
             if let Some(victim) = beyond(&budget, &uids, victims, &mut covered) {
-                return Ok(Some((victim, name)));
+                // Another pod of a budget that permits nothing would be the next victim, and stay as well.
+                let alike = if permitted(&budget) == 0 { uids } else { BTreeSet::new() };
+                return Ok(Some((all_pods(&[victim]).into_iter().chain(alike).collect(), name)));
             }
         }
         Ok(None)
     }
+}
+
+/// True if the same question would be answered the same way: it is refused, or can't even be sent, as with a selector that is longer than a URL
+/// may be.
+fn is_lasting(error: &ApiError) -> bool {
+    let ApiError::Api { source, .. } = error else { return false };
+    match error.code() {
+        Some(code) => (400..500).contains(&code) && !matches!(code, 401 | 408 | 409 | 429),
+        None => matches!(source.as_ref(), kube::Error::BuildRequest(_) | kube::Error::HttpError(_)),
+    }
+}
+
+/// The uids of their pods.
+fn all_pods(victims: &[&Victim]) -> BTreeSet<String> {
+    victims.iter().flat_map(|victim| &victim.pods).map(|pod| pod.uid.clone()).collect()
 }
 
 /// What makes `victims` go, in order. Jobs first: each is one request for a whole gang, while some of a gang's evictions may be refused.
@@ -145,7 +174,7 @@ fn refusal(victim: &Victim, error: ApiError) -> Outcome {
     match by_api_server(Err(error)) {
         Outcome::Refused(words) => {
             warn!(victim = %victim.gang, words, "the API server does not let a gang make way: it is left alone for two hours");
-            Outcome::Protected(victim.gang.clone())
+            Outcome::Protected(all_pods(&[victim]))
         }
         other => other,
     }

@@ -28,7 +28,7 @@ const AGAIN_AFTER: Duration = Duration::from_secs(1);
 const PLACEHOLDER_AGAIN_AFTER: Duration = Duration::from_secs(30);
 /// How long the status tells of a refusal. [`PLACEHOLDER_AGAIN_AFTER`] is shorter: the next refusal renews the message before it ends.
 const TOLD_FOR: Duration = Duration::from_mins(1);
-/// How long a gang that the API server did not let go makes way for none: its PodDisruptionBudget rarely changes soon.
+/// How long a pod that the API server did not let go makes way for none: its PodDisruptionBudget rarely changes soon.
 const PROTECTED_FOR: Duration = Duration::from_hours(2);
 /// At most so many bindings at a time.
 const BINDINGS: usize = 8;
@@ -44,8 +44,8 @@ pub(crate) enum Outcome {
     Failed,
     /// As [`Outcome::Failed`], and it would be refused again, with this message.
     Refused(String),
-    /// Nothing makes way, or not all, because the API server does not let this gang go.
-    Protected(GangId),
+    /// Nothing makes way, or not all, because the API server does not let these pods go, by uid.
+    Protected(BTreeSet<String>),
     /// As [`Outcome::Failed`], and it must not be tried again for this long.
     Busy(Duration),
     /// It may have been done.
@@ -88,7 +88,7 @@ pub(crate) struct UnderWay {
     begun: Vec<Begun>,
     refused: BTreeMap<GangId, (String, Instant)>,
     refused_ranks: BTreeMap<Rank, Instant>,
-    protected: BTreeMap<GangId, Instant>,
+    protected: BTreeMap<String, Instant>,
     /// The last placeholder pod that was refused.
     refused_placeholder: Option<(String, Instant)>,
 }
@@ -117,9 +117,9 @@ impl UnderWay {
             Outcome::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
             Outcome::Busy(pause) => begun.progress = Progress::Paused(now + pause),
             Outcome::Failed => drop(self.begun.remove(at)),
-            Outcome::Protected(victim) => {
+            Outcome::Protected(pods) => {
                 self.begun.remove(at);
-                self.protected.insert(victim, now);
+                self.protected.extend(pods.into_iter().map(|uid| (uid, now)));
             }
             Outcome::Refused(words) => match (begun.action.paused_by_refusal().cloned(), &begun.action) {
                 (Some(gang), _) => {
@@ -158,8 +158,8 @@ impl UnderWay {
         self.refused_ranks.keys().copied().collect()
     }
 
-    /// The gangs that the API server did not let go in the last two hours.
-    pub(crate) fn protected(&mut self, now: Instant) -> BTreeSet<GangId> {
+    /// The pods that the API server did not let go in the last two hours, by uid.
+    pub(crate) fn protected(&mut self, now: Instant) -> BTreeSet<String> {
         self.protected.retain(|_, at| now < *at + PROTECTED_FOR);
         self.protected.keys().cloned().collect()
     }
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gang_that_is_protected_is_left_alone_for_two_hours_and_the_one_that_waits_is_not_refused() {
+    fn a_pod_that_is_protected_is_left_alone_for_two_hours_and_the_gang_that_waits_is_not_refused() {
         let gang = |name: &str| GangId {
             kind: GangKind::Annotated,
             namespace: "default".into(),
@@ -287,11 +287,11 @@ mod tests {
         let mut under_way = UnderWay::default();
         let begin = Instant::now();
         let number = under_way.begin(Action::Preempt { gang: gang("waits"), victims: Vec::new() });
-        under_way.note_outcome(number, Outcome::Protected(gang("web")), begin);
+        under_way.note_outcome(number, Outcome::Protected(["web".to_owned()].into()), begin);
         assert!(under_way.actions().is_empty() && under_way.refused().is_empty());
         let end = begin + Duration::from_hours(2);
         assert_eq!(under_way.due(), Some(end));
-        assert_eq!(under_way.protected(end - Duration::from_secs(1)), [gang("web")].into());
+        assert_eq!(under_way.protected(end - Duration::from_secs(1)), ["web".to_owned()].into());
         assert!(under_way.protected(end).is_empty());
     }
 

@@ -140,18 +140,20 @@ pub fn gangs<'a>(pods: impl IntoIterator<Item = &'a PodView>, known: Known<'a>, 
     let pods = pods.into_iter().filter(|pod| !known.is_foreign(pod) && (pod.holds(now) || pod.is_ready_to_bind()));
     let pods: Vec<_> = pods.collect();
     let running_as = running_as(&pods, known);
+    let slots = slots(known);
+    let size_of = |gang: &GangId| Ok(slots.get(gang).copied().unwrap_or(1));
     for pod in pods {
         let job = known.facts.job_of(pod);
         let (mut id, mut size) = of_pod(pod, job, known.facts, now);
         // What a pod runs as does not change when its Job or its labels do. Nor does a pod by itself join a gang.
         let listed = known.listed.get(pod.uid.as_str()).copied().filter(|listed| **listed != id);
         if let Some(listed) = listed.filter(|listed| pod.node.is_some() || listed.kind == GangKind::Pod) {
-            (id, size) = (listed.clone(), Ok(1));
+            (id, size) = (listed.clone(), size_of(listed));
         }
         // What its siblings run as, too, so a pod that replaces one does not wait for them to become another gang.
         let of_siblings = job.and_then(|job| running_as.get(job.uid.as_str())).filter(|_| is_of_job(&id));
         if let Some(gang) = of_siblings.filter(|gang| pod.node.is_none() && ***gang != id) {
-            (id, size) = ((*gang).clone(), Ok(1));
+            (id, size) = ((*gang).clone(), size_of(gang));
         }
         // A JobSet resumes its Jobs by itself, so the bridge suspends none of them.
         let job = job.filter(|_| id.kind != GangKind::JobSet);
@@ -173,14 +175,23 @@ fn is_of_job(gang: &GangId) -> bool {
     matches!(gang.kind, GangKind::Job | GangKind::JobSet)
 }
 
-/// By the uid of a Job: the gang that pods of it run as.
+/// By the uid of a Job: the gang that pods of it run as. A user can write the uid of another namespace's Job into a pod: that pod's gang
+/// must not become the gang of that Job's pods.
 fn running_as<'a>(pods: &[&'a PodView], known: Known<'a>) -> BTreeMap<&'a str, &'a GangId> {
     let running = pods.iter().filter(|pod| pod.node.is_some() && pod.stays());
     let of_pod = |pod: &&'a PodView| {
-        let owner = pod.owner.as_ref().filter(|owner| owner.is_job)?;
-        Some((owner.uid.as_str(), *known.listed.get(pod.uid.as_str())?))
+        let job = known.facts.job_of(pod)?;
+        let gang = *known.listed.get(pod.uid.as_str())?;
+        (is_of_job(gang) && gang.namespace == pod.namespace).then_some((job.uid.as_str(), gang))
     };
-    running.filter_map(of_pod).filter(|(_, gang)| is_of_job(gang)).collect()
+    running.filter_map(of_pod).collect()
+}
+
+/// How many pods jobs list for each gang: a pod that replaces one of them takes its slot.
+fn slots<'a>(known: Known<'a>) -> BTreeMap<&'a GangId, u32> {
+    let mut slots = BTreeMap::new();
+    known.listed.values().for_each(|gang| *slots.entry(*gang).or_default() += 1);
+    slots
 }
 
 struct Group<'a> {

@@ -360,13 +360,31 @@ fn a_pod_that_replaces_one_of_a_job_set_does_not_wait_for_its_siblings_to_be_ano
     let (replaced, running) = pods.split_last().unwrap();
     let now: Vec<_> = running.iter().cloned().map(bound).chain([replaced.clone()]).collect();
     let uids: Vec<_> = running.iter().map(|pod| pod.uid.clone()).collect();
-    let listed: Listed = uids.iter().map(|uid| (uid.as_str(), &set)).collect();
+    // The job still lists the pod that is gone.
+    let listed: Listed = uids.iter().map(String::as_str).chain(["gone"]).map(|uid| (uid, &set)).collect();
     // One of its Jobs was made again much later, so that the next pods of the set are gangs by themselves.
     facts.jobs.get_mut("uid-driver").unwrap().began = Some(60_000);
     facts.job_sets = job_sets(facts.jobs.values());
     let gangs = found(&now, &facts, &listed);
-    let problems: Vec<_> = gangs.iter().filter_map(|gang| gang.problem.clone()).collect();
-    assert_eq!((problems, gangs.iter().map(|gang| gang.members.len()).sum::<usize>()), (vec![], 4));
+    let found: Vec<_> = gangs.iter().map(|gang| (&gang.id, gang.size, gang.members.len(), &gang.problem)).collect();
+    assert_eq!(found, [(&set, 4, 4, &None)]);
+}
+
+#[test]
+fn no_pod_of_another_namespace_takes_a_jobs_pods_into_its_gang() {
+    let (facts, pods) = job_set(2);
+    let victims: Vec<_> = pods.iter().filter(|pod| pod.owner.as_ref().unwrap().uid == "uid-driver").cloned().collect();
+    let mut forged = bound(victims[0].clone());
+    (forged.namespace, forged.uid) = ("evil".to_owned(), "forged".to_owned());
+    let evil = GangId { kind: GangKind::Job, namespace: "evil".into(), name: "j".into(), uid: "uid-j".into() };
+    let gangs_with = |forged: &[PodView]| {
+        let all: Vec<_> = pods.iter().chain(forged).cloned().collect();
+        let listed = [("forged", &evil)].into();
+        let gangs = found(&all, &facts, &listed);
+        let others = gangs.iter().filter(|gang| gang.id.namespace != "evil");
+        others.map(|gang| (gang.id.clone(), gang.members.len())).collect::<Vec<_>>()
+    };
+    assert_eq!(gangs_with(&[forged]), gangs_with(&[]));
 }
 
 #[test]

@@ -50,8 +50,8 @@ pub struct World {
     pub refused: BTreeMap<GangId, String>,
     /// The ranks for which a shadow job was refused less than [`PAUSE`] ago.
     pub refused_ranks: BTreeSet<Rank>,
-    /// Gangs that the API server did not let go a while ago, so that they make way for none.
-    pub protected: BTreeSet<GangId>,
+    /// Pods that the API server did not let go a while ago, by uid: their gangs make way for none.
+    pub protected: BTreeSet<String>,
     /// Actions that were begun and whose result is not in this world yet.
     pub under_way: Vec<Action>,
 }

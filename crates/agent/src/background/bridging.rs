@@ -92,7 +92,9 @@ impl Bridging {
             self.running = None;
         }
         // Without pods through Flux, deploy/pods.yaml need not be there, nor the right to delete one.
-        let had_pods = inputs.spec.pods.enabled || inputs.roster.as_ref().is_some_and(|roster| roster.settings.pods);
+        // An agent that started after the end knows only the host's copy of the roster.
+        let roster = inputs.roster.as_deref().or(inputs.local_roster.as_ref());
+        let had_pods = inputs.spec.pods.enabled || roster.is_some_and(|roster| roster.settings.pods);
         let is_over = had_pods && inputs.instance == Instance::Over && inputs.host.broker.is_none();
         let was_over = std::mem::replace(&mut self.removes_placeholder, is_over);
         if is_over && !was_over {
@@ -148,19 +150,8 @@ impl Bridging {
         }
         let client = ops.client.clone();
         let task = tokio::spawn(async move {
-            until_removed(|| bridge::remove_placeholder_pods(&client)).await;
-            loop {
-                match uninstall_is_under_way() {
-                    true => debug!("flux-distribute uninstall runs: what a bridge may have left stays"),
-                    false => match clean_up_once(starts_queues).await {
-                        Ok(()) => return,
-                        Err(error) => {
-                            debug!(error = error_chain(&error), "can't end what a bridge may have left: trying again");
-                        }
-                    },
-                }
-                sleep(LOOK_AGAIN).await;
-            }
+            // Side by side: queues must not stay stopped while the API server takes no deletion.
+            tokio::join!(until_removed(|| bridge::remove_placeholder_pods(&client)), until_clean(starts_queues));
         });
         self.cleanup = Some(Cleanup { broker, _task: AbortOnDropHandle::new(task) });
     }
@@ -186,6 +177,22 @@ async fn until_removed<F: Future<Output = Result<(), ApiError>>>(remove: impl Fn
             return;
         }
         debug!(error = error_chain(&error), "can't remove placeholder pods: trying again");
+        sleep(LOOK_AGAIN).await;
+    }
+}
+
+/// Ends what a bridge may have left in the instance.
+async fn until_clean(starts_queues: bool) {
+    loop {
+        match uninstall_is_under_way() {
+            true => debug!("flux-distribute uninstall runs: what a bridge may have left stays"),
+            false => match clean_up_once(starts_queues).await {
+                Ok(()) => return,
+                Err(error) => {
+                    debug!(error = error_chain(&error), "can't end what a bridge may have left: trying again");
+                }
+            },
+        }
         sleep(LOOK_AGAIN).await;
     }
 }

@@ -36,6 +36,8 @@ use crate::{
 const NEXT_AFTER: Millis = 15 * SECOND;
 /// A pod that is being deleted is waited for if it has no longer than this to end, or than `preemptAfter`, and this long beyond its end.
 const ENDS_SOON: Millis = 60 * SECOND;
+/// The cores of gangs that have made way are waited for this long, whatever their grace is.
+const MADE_WAY_ENDS: Millis = 3600 * SECOND;
 /// At most so many gangs that are due are looked at in one decision.
 const LOOKED_AT: usize = 16;
 
@@ -67,6 +69,11 @@ pub(super) fn forget(round: &Round, memory: &mut PreemptMemory) {
         true => BTreeSet::new(),
         false => held.filter(|held| stays(held)).map(|held| held.job.id).collect(),
     };
+    if memory.made_way.iter().any(|id| staying.contains(id)) {
+        // The API server let some of them not go. These are no candidates any more, so the next attempt is another one.
+        let last = memory.helped.values_mut().max_by_key(|helped| helped.at);
+        last.into_iter().for_each(|helped| helped.times = 1);
+    }
     memory.made_way.retain(|id| !staying.contains(id) && round.jobs.get(*id).is_some_and(Job::is_active));
 }
 
@@ -88,8 +95,14 @@ pub(super) fn preempt(round: &mut Round, memory: &mut PreemptMemory) {
             false => round.wake_at(at),
         }
     }
-    let soon = round.now.saturating_sub(ENDS_SOON)..=round.now.saturating_add(after.max(ENDS_SOON));
-    let coming = Coming { soon, made_way: &memory.made_way };
+    let in_future = |span: Millis| round.now.saturating_add(span);
+    let helped_at = memory.helped.values().map(|helped| helped.at).max();
+    let coming = Coming {
+        soon: round.now.saturating_sub(ENDS_SOON)..=in_future(after.max(ENDS_SOON)),
+        made_way: &memory.made_way,
+        made_way_ends: in_future(MADE_WAY_ENDS.max(after)),
+        awaits_deletion: helped_at.is_some_and(|at| round.now < at.saturating_add(ENDS_SOON)),
+    };
     if let Some((gang, victims)) = first_helped(round, &gangs, &due, &coming) {
         let helped = memory.helped.entry(gang.id.clone()).or_default();
         (helped.times, helped.at) = (helped.times.saturating_add(1), round.now);
@@ -261,20 +274,25 @@ struct Coming<'a> {
     soon: RangeInclusive<Moment>,
     /// What has made way before is waited for, however long its grace is: else one gang after the other would go for one.
     made_way: &'a BTreeSet<JobId>,
+    /// When a pod of these must end: a user may set a grace of years.
+    made_way_ends: Moment,
+    /// Others have made way just now: their Jobs are suspended, and their controllers are about to delete the pods. Later, a Job's
+    /// controller doesn't do that, such as one that `spec.managedBy` names.
+    awaits_deletion: bool,
 }
 
 impl Coming<'_> {
-    /// True if every pod that has cores of this job of `gang` is gone, is to end soon, or is about to be deleted because its Job is suspended.
+    /// True if every pod that has cores of this job of `gang` is gone, is to end soon, or is about to be deleted because its Job made way.
     fn includes(&self, gang: &Gang, held: &Held) -> bool {
         let is_suspended = gang.job.is_some_and(|job| job.is_suspended);
         // The Job's annotation outlives this process.
         let for_another = gang.job.is_some_and(|job| job.suspended_for == Some(SuspendReason::Preempted));
-        let made_way = for_another || self.made_way.contains(&held.job.id);
-        let last = if made_way { Moment::MAX } else { *self.soon.end() };
+        let made_way = self.made_way.contains(&held.job.id);
+        let last = if made_way || for_another { self.made_way_ends } else { *self.soon.end() };
         let ends = |pod: &PodView| match pod.to_end_by {
             _ if pod.gone.is_some() || pod.is_terminal() => true,
             Some(end) => (*self.soon.start()..=last).contains(&end),
-            None => is_suspended,
+            None => is_suspended && made_way && self.awaits_deletion,
         };
         let mut pods = held.slots.iter().filter_map(|(_, pod)| *pod);
         held.is_used() && pods.all(ends)
@@ -309,7 +327,8 @@ fn candidate<'a>(round: &Round, gang: &'a Gang<'a>, holdings: &'a Holdings<'a>, 
         rank.and_then(|rank| round.world.targets.get(rank)).is_some_and(|target| target.is_ready)
     };
     let is_settled = pods().all(|pod| pod.stays() && is_on_ready(pod)) && !round.is_busy(&gang.id);
-    let is_refused = round.world.refused.contains_key(&gang.id) || round.world.protected.contains(&gang.id);
+    let is_protected = pods().any(|pod| round.world.protected.contains(&pod.uid));
+    let is_refused = round.world.refused.contains_key(&gang.id) || is_protected;
     let may_write = round.world.namespaces.contains(&gang.id.namespace) && !is_refused;
     let job = gang.job.filter(|job| is_whole_job(gang, job) && !job.is_suspended);
     let is_of_a_job = pods().any(|pod| pod.owner.as_ref().is_some_and(|owner| owner.is_job));

@@ -91,7 +91,7 @@ impl Bed {
 
     fn preempt(&mut self, victims: &[Victim], serial: u64) {
         if let Some(victim) = victims.iter().find(|victim| self.protects.contains(&victim.gang)) {
-            self.seen.protected.insert(victim.gang.clone());
+            self.seen.protected.extend(victim.pods.iter().map(|pod| pod.uid.clone()));
             return;
         }
         for victim in victims {

@@ -101,24 +101,25 @@ fn nothing_makes_way_in_vain_or_if_that_is_off() {
 
 #[test]
 fn what_a_budget_protects_stays_and_another_gang_makes_way_soon() {
-    let mut bed = bed(&[5]);
-    let single = |name: &str| GangId {
+    let names: Vec<_> = ('a'..='l').map(String::from).collect();
+    let mut bed = bed(&[12]);
+    let single = |name: &String| GangId {
         kind: GangKind::Pod,
         namespace: "default".into(),
-        name: name.into(),
+        name: name.clone(),
         uid: format!("uid-{name}"),
     };
-    for name in ["a", "b", "c", "d", "e"] {
+    for name in &names {
         make(&mut bed, name, 1, 0);
     }
-    bed.protects = ["b", "c", "d", "e"].map(single).into();
+    bed.protects = names[1..].iter().map(single).collect();
     make(&mut bed, "urgent", 1, 100);
-    bed.pass(AFTER + 224 * SECOND);
-    assert_eq!((gone(&bed), deleted(&bed)), (["e", "d", "c", "b"].map(str::to_owned).into(), vec![]));
+    bed.pass(AFTER + 11 * 15 * SECOND - SECOND);
+    assert_eq!((gone(&bed), deleted(&bed)), (names[1..].iter().rev().cloned().collect(), vec![]));
     bed.pass(SECOND);
     assert_eq!(deleted(&bed), ["a"]);
     // It takes what comes free otherwise meanwhile.
-    bed.end("e", Phase::Succeeded);
+    bed.end("l", Phase::Succeeded);
     bed.settle();
     assert!(bed.bound().contains(&"urgent@node0".to_owned()));
 }
