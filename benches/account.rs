@@ -71,7 +71,7 @@ fn cores(milli: u64) -> usize {
 
 async fn measure(nodes: u32, each: u32) {
     let flux: PathBuf = needs::flux_prefix().join("bin/flux");
-    let cluster = BareCluster::up();
+    let cluster = BareCluster::up(&[]);
     let base = tempfile::tempdir().unwrap();
     let kubeconfig = base.path().join("kubeconfig");
     fs::write(&kubeconfig, cluster.kubeconfig()).unwrap();

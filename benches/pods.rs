@@ -98,7 +98,7 @@ async fn idle(bridge: &BridgeProcess) {
 
 async fn measure(gangs: usize, members: usize, nodes: u32, others: usize) {
     let flux: PathBuf = needs::flux_prefix().join("bin/flux");
-    let cluster = BareCluster::up();
+    let cluster = BareCluster::up(&[]);
     let base = tempfile::tempdir().unwrap();
     let kubeconfig = base.path().join("kubeconfig");
     fs::write(&kubeconfig, cluster.kubeconfig()).unwrap();

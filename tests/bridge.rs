@@ -20,15 +20,15 @@ use std::{
 use bare_cluster::{BareCluster, NAMESPACE, bridge_to, client, kubelets, make_account, make_node, pod};
 use k8s_openapi::api::{
     apps::v1::DaemonSet,
-    core::v1::{Event, Namespace, Node, NodeSystemInfo, Pod, PodCondition, ServiceAccount},
-    scheduling::v1::PriorityClass,
+    core::v1::{Event, Namespace, Node, NodeSystemInfo, Pod, PodCondition, PodSchedulingGroup, ServiceAccount},
+    scheduling::{v1::PriorityClass, v1alpha2::PodGroup},
 };
 use kube::{
     Api, Client, ResourceExt,
     api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
     runtime::wait::await_condition,
 };
-use needs::{NODES, Need, skips_without};
+use needs::{NODES, Need, skip, skips_without};
 use pods::{placeholder, record::ANNOTATION_JOB, world::Settings};
 use serde_json::{Value, json};
 use support::real_broker::{RealBroker, connect, flux, lead, run, start, until_online};
@@ -59,11 +59,16 @@ impl Drop for Bed {
 impl Bed {
     /// None if the test can't run.
     async fn new() -> Option<Self> {
+        Self::with(&[]).await
+    }
+
+    /// With these arguments for kube-apiserver. None if the test can't run.
+    async fn with(arguments: &[&str]) -> Option<Self> {
         let flux = flux()?;
         if skips_without(NODES.into_iter().chain([Need::ApiServer])) {
             return None;
         }
-        let cluster = BareCluster::up();
+        let cluster = BareCluster::up(arguments);
         let client = client(&cluster.kubeconfig()).await;
         make_account(&client).await;
         let base = tempfile::tempdir().unwrap();
@@ -159,6 +164,13 @@ impl Bed {
     }
 }
 
+/// Such as `Kubernetes v1.36.2`.
+fn version_of_api_server() -> String {
+    let program = PathBuf::from(std::env::var_os("KUBEBUILDER_ASSETS").unwrap()).join("kube-apiserver");
+    let output = std::process::Command::new(program).arg("--version").output().unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
 fn has_condition(pod: &Pod, holds: impl Fn(&PodCondition) -> bool) -> bool {
     pod.status.iter().flat_map(|status| status.conditions.iter().flatten()).any(holds)
 }
@@ -205,6 +217,50 @@ async fn a_gang_waits_until_it_is_whole_and_is_bound_as_a_whole() {
     bed.delete("g0").await;
     bed.delete("g2").await;
     bed.until_bound("late").await;
+}
+
+/// The API of Kubernetes 1.36. Other versions serve other ones.
+#[tokio::test(flavor = "multi_thread")]
+async fn pods_of_a_pod_group_of_kubernetes_are_a_gang() {
+    const SWITCHES: [&str; 2] =
+        ["--feature-gates=GenericWorkload=true", "--runtime-config=scheduling.k8s.io/v1alpha2=true"];
+    if skips_without([Need::ApiServer]) {
+        return;
+    }
+    if !version_of_api_server().contains(" v1.36.") {
+        return skip(Need::ApiServer, "this kube-apiserver is not of Kubernetes 1.36");
+    }
+    let Some(bed) = Bed::with(&SWITCHES).await else { return };
+    let in_group = |name: &str, group: &str| {
+        let mut pod = pod(name, 1, &json!({}));
+        let group = PodSchedulingGroup { pod_group_name: Some(group.to_owned()) };
+        pod.spec.as_mut().unwrap().scheduling_group = Some(group);
+        pod
+    };
+    let make = async |pod: Pod| bed.pods().create(&PostParams::default(), &pod).await;
+    let says = |pod: &Pod, words: &str| {
+        has_condition(pod, |condition| condition.message.as_ref().is_some_and(|said| said.contains(words)))
+    };
+    let groups: Api<PodGroup> = Api::namespaced(bed.client.clone(), NAMESPACE);
+    for (name, policy) in [("g", json!({"gang": {"minCount": 2}})), ("b", json!({"basic": {}}))] {
+        let group = json!({"metadata": {"name": name}, "spec": {"schedulingPolicy": policy}});
+        made(groups.clone(), group).await;
+    }
+    for (name, group) in [("g0", "g"), ("b0", "b"), ("lost", "none")] {
+        make(in_group(name, group)).await.unwrap();
+    }
+    make(in_group("odd", "odd\u{7}name")).await.unwrap_err();
+    bed.until_bound("b0").await;
+    bed.until("g0", |pod| says(pod, "1 of 2 pods of gang default/g exist")).await;
+    bed.until("lost", |pod| says(pod, "PodGroup none was not found")).await;
+    make(in_group("g1", "g")).await.unwrap();
+    for name in ["g0", "g1"] {
+        bed.until_bound(name).await;
+    }
+    let jobs = bed.jobs();
+    let mut names: Vec<_> = jobs.lines().filter_map(|line| line.split(' ').next()).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["default/b0", "default/g"], "{jobs}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

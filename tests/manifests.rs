@@ -302,7 +302,7 @@ fn every_example_of_pods_can_be_scheduled() {
         let text = fs::read_to_string(path).unwrap();
         for document in serde_norway::Deserializer::from_str(&text) {
             let Some(pod) = example_pod(Value::deserialize(document).unwrap()) else { continue };
-            let view = PodView::of(&pod, None);
+            let view = PodView::of(&pod);
             assert!(view.is_bridged, "{}", path.display());
             let plan = view.plan.unwrap();
             plan.spreads.unwrap_or_else(|unsupported| panic!("{}: {unsupported}", path.display()));

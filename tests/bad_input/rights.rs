@@ -77,13 +77,13 @@ async fn rights(case: &Case) {
 /// A client with such a token of that account.
 async fn token(case: &Case, spec: TokenRequestSpec) -> Client {
     let accounts = Api::<ServiceAccount>::namespaced(case.client.clone(), NAMESPACE);
-    let request = TokenRequest { spec, ..TokenRequest::default() };
+    let request = TokenRequest { spec: Some(spec), ..TokenRequest::default() };
     let asked = accounts.create_token_request("install-flux", &PostParams::default(), &request).await.unwrap();
     let kubeconfig = Kubeconfig::from_yaml(&case.cluster.must(&["kubeconfig"])).unwrap();
     let mut config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
     config.proxy_url = None;
     config.auth_info = Default::default();
-    config.auth_info.token = Some(asked.status.unwrap().token.into());
+    config.auth_info.token = asked.status.unwrap().token.map(Into::into);
     Client::try_from(config).unwrap()
 }
 

@@ -81,6 +81,29 @@ fn nodes_with(cluster: &Cluster, words: &str) -> Vec<String> {
 }
 
 #[test]
+fn a_node_whose_kubelet_gives_cpus_to_single_pods_gets_no_more_pods_until_it_does_not() {
+    let Some(cluster) = Cluster::up(1, &["--pods", "--cores", "2"]) else { return };
+    let make = |name: &str| make(&cluster, name, json!({}), json!({}), "sleep 600");
+    make("before");
+    until_phase(&cluster, "before", "Running");
+    let file = cluster.root("node1").join("var/lib/kubelet/cpu_manager_state");
+    fs::create_dir_all(file.parent().unwrap()).unwrap();
+    let use_policy = |policy: &str| {
+        fs::write(&file, json!({"policyName": policy, "defaultCpuSet": "0", "checksum": 1}).to_string()).unwrap();
+        let is_static = || Some(cluster.roster()?.ranks.get(&0)?.static_cpus);
+        cluster.until("the policy in the roster", || (is_static()? == (policy == "static")).then_some(()));
+    };
+    use_policy("static");
+    make("after");
+    let reason = cluster.until("a reason", || waits_for(&get(&cluster, "after")?));
+    assert!(reason.contains("1 with kubelet's CPU manager policy static"), "{reason}");
+    until_phase(&cluster, "before", "Running");
+    cluster.wait(pods(&cluster).delete("before", &DeleteParams::default())).unwrap();
+    use_policy("none");
+    until_phase(&cluster, "after", "Running");
+}
+
+#[test]
 fn objects_are_made_changed_and_deleted_without_kubectl() {
     let Some(cluster) = Cluster::up(1, &["--pods", "--cores", "2"]) else { return };
     let file = tempfile::NamedTempFile::new().unwrap();

@@ -1,7 +1,9 @@
 //! A real API server without nodes, and Nodes and kubelets that are played.
 
 use std::{
-    path::PathBuf,
+    fs::Permissions,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::Arc,
 };
@@ -29,35 +31,58 @@ pub const NAMESPACE: &str = "default";
 pub struct BareCluster(tempfile::TempDir);
 
 impl BareCluster {
-    pub fn up() -> Self {
+    /// With these further arguments for kube-apiserver.
+    pub fn up(arguments: &[&str]) -> Self {
         let cluster = Self(tempfile::tempdir().unwrap());
+        let assets = assets(cluster.0.path(), arguments);
         let file = cluster.0.path().join("instance.yaml");
         let spec = json!({"nodes": {"selector": {"matchLabels": {"no": "node"}}}});
         let instance = json!({"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance",
                               "metadata": {"name": "flux"}, "spec": spec});
         std::fs::write(&file, instance.to_string()).unwrap();
-        cluster.local(&["up", "--no-wait", "--api", "real", "--nodes", "1", "--instance", file.to_str().unwrap()]);
+        let mut up = cluster.command(&["up", "--no-wait", "--api", "real", "--nodes", "1", "--instance"]);
+        done(up.arg(file).env("KUBEBUILDER_ASSETS", assets));
         cluster
     }
 
-    fn local(&self, words: &[&str]) -> String {
+    fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_flux-distribute"));
         command.arg("local").args(words).stdin(Stdio::null());
-        let output = command.env("FLUX_DISTRIBUTE_LOCAL_DIR", self.0.path().join("state")).output().unwrap();
-        assert!(output.status.success(), "local {words:?}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
+        command.env("FLUX_DISTRIBUTE_LOCAL_DIR", self.0.path().join("state"));
+        command
     }
 
     /// What [`client`] takes.
     pub fn kubeconfig(&self) -> String {
-        self.local(&["kubeconfig"])
+        done(&mut self.command(&["kubeconfig"]))
     }
 }
 
 impl Drop for BareCluster {
     fn drop(&mut self) {
-        self.local(&["down"]);
+        done(&mut self.command(&["down"]));
     }
+}
+
+/// Runs `command`, which must succeed, and returns what it prints.
+fn done(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Where kube-apiserver is, or in `directory` a script of that name that starts it with further arguments.
+fn assets(directory: &Path, arguments: &[&str]) -> PathBuf {
+    let assets = PathBuf::from(std::env::var_os("KUBEBUILDER_ASSETS").unwrap());
+    if arguments.is_empty() {
+        return assets;
+    }
+    let (program, script) = (assets.join("kube-apiserver"), directory.join("kube-apiserver"));
+    let text = format!("#!/bin/sh\nexec '{}' {} \"$@\"\n", program.display(), arguments.join(" "));
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, Permissions::from_mode(0o755)).unwrap();
+    symlink(assets.join("etcd"), directory.join("etcd")).unwrap();
+    directory.to_owned()
 }
 
 pub async fn client(kubeconfig: &str) -> Client {

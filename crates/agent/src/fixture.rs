@@ -52,6 +52,7 @@ pub fn preflight(prefix: &Path) -> Preflight {
     Preflight {
         prefix: prefix.to_owned(),
         resources: Default::default(),
+        static_cpus: false,
         memory_mib: 0,
         platform: native_platform().to_owned(),
         glibc: String::new(),

@@ -182,6 +182,10 @@ pub struct Facts {
     pub boot_id: String,
     /// True if systemd supervises the broker, false if the agent does.
     pub systemd: bool,
+    /// True if kubelet's CPU manager has policy `static`, so that it gives whole CPUs to single pods alone. Unset: it has another one,
+    /// or `/var/lib/kubelet/cpu_manager_state` can't be read.
+    #[serde(default, rename = "staticCPUs", skip_serializing_if = "std::ops::Not::not")]
+    pub static_cpus: bool,
     /// Directory of everything that is installed on this host.
     pub prefix: String,
 }

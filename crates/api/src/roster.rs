@@ -283,6 +283,9 @@ pub struct RosterEntry {
     /// Since when the member's host has had fewer cores or GPUs than that, seconds since the Unix epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lacks_since: Option<i64>,
+    /// kubelet's CPU manager on the member's host has policy `static`.
+    #[serde(default, rename = "staticCPUs", skip_serializing_if = "std::ops::Not::not")]
+    pub static_cpus: bool,
     /// Properties of the member (RFC 20): the chosen labels of its Node, and its architecture among others.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub properties: BTreeSet<String>,
@@ -311,7 +314,7 @@ impl RosterEntry {
     /// Removes the member and what belongs to it; what the rank declares stays.
     pub fn vacate(&mut self) {
         (self.member, self.drain, self.has_node_property) = (None, None, false);
-        self.lacks_since = None;
+        (self.lacks_since, self.static_cpus) = (None, false);
         self.properties.clear();
     }
 }

@@ -82,13 +82,25 @@ pub fn selector_words(schema: &mut Schema) {
 
 /// Adds the allowed values of a toleration to its schema, which Kubernetes leaves open.
 pub fn toleration_words(schema: &mut Schema) {
-    put_words(schema, "/items/properties/operator", &TOLERATION_OPERATORS);
+    let operator = "/items/properties/operator";
+    put_words(schema, operator, &TOLERATION_OPERATORS);
     put_words(schema, "/items/properties/effect", &EFFECTS);
+    // Kubernetes' own description also names the operators of a feature gate.
+    put(
+        schema,
+        operator,
+        "description",
+        json!("How the value is compared: Equal (the default), or Exists, which any value matches."),
+    );
 }
 
 fn put_words(schema: &mut Schema, path: &str, words: &[&str]) {
+    put(schema, path, "enum", json!(words));
+}
+
+fn put(schema: &mut Schema, path: &str, key: &str, value: Value) {
     // It is missing only in a schema that refers to definitions elsewhere, which a CRD's schema can't do.
     if let Some(Value::Object(field)) = schema.pointer_mut(path) {
-        field.insert("enum".to_owned(), json!(words));
+        field.insert(key.to_owned(), value);
     }
 }

@@ -31,17 +31,20 @@ const SOON: Duration = Duration::from_secs(1);
 /// Number of objects that are asked for at once.
 const AT_ONCE: usize = 16;
 
+/// Namespace and name.
 type Name = (String, String);
+/// The kind of gang that a PodGroup makes of its pods, its namespace and its name.
+type GroupName = (GangKind, String, String);
 
-/// A PodGroup of coscheduling.
+/// A PodGroup.
 #[derive(Clone, Copy)]
 struct PodGroup {
-    /// spec.minMember
-    min_member: Option<u32>,
+    /// How many pods it needs at once.
+    needed: Option<u32>,
 }
 
 /// What is known about the objects of one kind that pods refer to.
-type Known<T> = BTreeMap<Name, Entry<T>>;
+type Known<N, T> = BTreeMap<N, Entry<T>>;
 
 /// What is known about one object.
 struct Entry<T> {
@@ -62,8 +65,8 @@ impl<T> Entry<T> {
 /// The answers so far.
 #[derive(Default)]
 pub(crate) struct Lookups {
-    groups: Known<PodGroup>,
-    claims: Known<VolumeClaim>,
+    groups: Known<GroupName, PodGroup>,
+    claims: Known<Name, VolumeClaim>,
 }
 
 impl Lookups {
@@ -85,7 +88,7 @@ impl Lookups {
         let (mut groups, mut claims) = (BTreeSet::new(), BTreeSet::new());
         for pod in waiting {
             let named = |name: &String| (pod.namespace.clone(), name.clone());
-            groups.extend(pod.hints.coscheduling.as_ref().map(named));
+            groups.extend(pod.hints.pod_groups().map(|(kind, name)| (kind, pod.namespace.clone(), name.clone())));
             claims.extend(pod.plan.iter().flat_map(|plan| &plan.claims).map(named));
         }
         let until = Instant::now() + SOON;
@@ -96,9 +99,7 @@ impl Lookups {
         );
         let owners = pods.filter_map(|pod| pod.owner.as_ref());
         let owned: BTreeSet<&str> = owners.map(|owner| owner.uid.as_str()).collect();
-        let group = |((namespace, name), entry): (&Name, &Entry<PodGroup>)| {
-            Some(((GangKind::Coscheduling, namespace.clone(), name.clone()), entry.found?.min_member))
-        };
+        let group = |(name, entry): (&GroupName, &Entry<PodGroup>)| Some((name.clone(), entry.found?.needed));
         let claim = |(name, entry): (&Name, &Entry<VolumeClaim>)| Some((name.clone(), entry.found.clone()?));
         Facts {
             jobs: jobs
@@ -115,8 +116,9 @@ impl Lookups {
 
 /// Asks for those of `wanted` that are due, several at a time, until `until`, and notes the answers in `known`. If a look-up fails, an
 /// object that was found before stays known, and any other counts as missing until it is due again.
-async fn look_up<T, F>(wanted: BTreeSet<Name>, ask: impl Fn(Name) -> F, known: &mut Known<T>, until: Instant)
+async fn look_up<N, T, F>(wanted: BTreeSet<N>, ask: impl Fn(N) -> F, known: &mut Known<N, T>, until: Instant)
 where
+    N: Ord + Clone,
     F: Future<Output = Result<Option<T>, ApiError>>,
 {
     let due = due(known, wanted, Instant::now());
@@ -146,7 +148,7 @@ where
 
 /// Makes `known` have those that are `wanted`, and no others. Returns those to ask for: whatever has waited longest is the first, so that
 /// nothing waits for ever if there is never the time for all.
-fn due<T>(known: &mut Known<T>, wanted: BTreeSet<Name>, now: Instant) -> Vec<Name> {
+fn due<N: Ord + Clone, T>(known: &mut Known<N, T>, wanted: BTreeSet<N>, now: Instant) -> Vec<N> {
     known.retain(|name, _| wanted.contains(name));
     for name in wanted {
         known.entry(name).or_insert(Entry { found: None, is_answered: false, since: now });
@@ -156,13 +158,45 @@ fn due<T>(known: &mut Known<T>, wanted: BTreeSet<Name>, now: Instant) -> Vec<Nam
     due.into_iter().map(|(name, _)| name.clone()).collect()
 }
 
-async fn pod_group(client: &Client, (namespace, name): Name) -> Result<Option<PodGroup>, ApiError> {
-    let kind = GroupVersionKind::gvk("scheduling.x-k8s.io", "v1alpha1", "PodGroup");
-    let groups: Api<DynamicObject> =
-        Api::namespaced_with(client.clone(), &namespace, &ApiResource::from_gvk_with_plural(&kind, "podgroups"));
-    let found = call(format!("get PodGroup {namespace}/{name}"), groups.get_opt(&name)).await?;
-    let min_member = |group: DynamicObject| group.data.pointer("/spec/minMember")?.as_u64()?.try_into().ok();
-    Ok(found.map(|group| PodGroup { min_member: min_member(group) }))
+/// Where the PodGroups of a kind of gang are, and the number of pods in them.
+struct Source {
+    group: &'static str,
+    /// The versions that have that number at the same place. A cluster serves one of them, or none.
+    versions: &'static [&'static str],
+    /// JSON pointer.
+    needed: &'static str,
+}
+
+/// None if a kind of gang has no PodGroups.
+fn source(kind: GangKind) -> Option<Source> {
+    match kind {
+        GangKind::Coscheduling => {
+            Some(Source { group: "scheduling.x-k8s.io", versions: &["v1alpha1"], needed: "/spec/minMember" })
+        }
+        // Those of Kubernetes 1.36 and 1.37.
+        GangKind::PodGroup => Some(Source {
+            group: "scheduling.k8s.io",
+            versions: &["v1alpha2", "v1beta1"],
+            needed: "/spec/schedulingPolicy/gang/minCount",
+        }),
+        _ => None,
+    }
+}
+
+async fn pod_group(client: &Client, (kind, namespace, name): GroupName) -> Result<Option<PodGroup>, ApiError> {
+    let Some(Source { group, versions, needed }) = source(kind) else { return Ok(None) };
+    let number = |object: DynamicObject| object.data.pointer(needed)?.as_u64()?.try_into().ok();
+    for version in versions {
+        let kind = GroupVersionKind::gvk(group, version, "PodGroup");
+        let groups: Api<DynamicObject> =
+            Api::namespaced_with(client.clone(), &namespace, &ApiResource::from_gvk_with_plural(&kind, "podgroups"));
+        // A version that is not served is answered as an object that is not there.
+        let found = call(format!("get PodGroup {namespace}/{name}"), groups.get_opt(&name)).await?;
+        if let Some(object) = found {
+            return Ok(Some(PodGroup { needed: number(object) }));
+        }
+    }
+    Ok(None)
 }
 
 async fn claim(client: &Client, (namespace, name): Name) -> Result<Option<VolumeClaim>, ApiError> {
@@ -192,7 +226,7 @@ mod tests {
         let at = |seconds| begin + Duration::from_secs(seconds);
         let name = |name: &str| ("default".to_owned(), name.to_owned());
         let entry = |is_answered, seconds| Entry::<u32> { found: None, is_answered, since: at(seconds) };
-        let mut known: Known<u32> = [
+        let mut known: Known<Name, u32> = [
             (name("a"), entry(true, 0)),
             (name("b"), entry(true, 9)),
             (name("c"), entry(false, 8)),
@@ -214,7 +248,7 @@ mod tests {
             true => std::future::pending().await,
             false => Ok(Some(1)),
         };
-        let mut known: Known<u32> = Known::new();
+        let mut known: Known<Name, u32> = Known::new();
         for _ in 0..2 {
             look_up(wanted.clone(), &ask, &mut known, Instant::now() + Duration::from_millis(10)).await;
         }

@@ -166,7 +166,8 @@ fn beyond<'a>(
 fn permitted(budget: &PodDisruptionBudget) -> usize {
     let Some(status) = &budget.status else { return 0 };
     let is_current = status.observed_generation.unwrap_or(0) >= budget.metadata.generation.unwrap_or(0);
-    if is_current { usize::try_from(status.disruptions_allowed).unwrap_or(0) } else { 0 }
+    let allowed = status.disruptions_allowed.filter(|_| is_current).unwrap_or(0);
+    usize::try_from(allowed).unwrap_or(0)
 }
 
 /// What an error says about a request to let `victim` go.

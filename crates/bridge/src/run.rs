@@ -399,7 +399,7 @@ fn targets(
         let entry = of_roster.get(&rank)?;
         let member = entry.member.as_ref()?;
         let node = nodes.get(&member.node).filter(|node| node.metadata.uid.as_deref() == Some(&member.uid))?;
-        let found = Target::of(node, rank, entry.resources.as_ref()?, spec);
+        let found = Target::of(node, rank, entry, spec);
         let found =
             found.inspect_err(|error| debug!(%error, node = member.node, "can't read a Node's resources")).ok()?;
         Some((rank, found?))

@@ -204,7 +204,7 @@ impl Watched {
 
     /// Only pods that matter are kept: those that are bridged, placeholder pods, and those that take room on a node. Returns true if anything has changed.
     fn keep_pod(&mut self, pod: &Pod) -> bool {
-        let view = PodView::of(pod, None);
+        let view = PodView::of(pod);
         match view.is_bridged || view.placeholder.is_some() || (view.node.is_some() && !view.is_terminal()) {
             true => put(&mut self.pods.by_uid, (view.uid.clone(), view)),
             false => self.pods.by_uid.remove(&view.uid).is_some(),
@@ -285,7 +285,7 @@ fn joins_job_set(job: &Job) -> bool {
         status: None,
     });
     pod.is_some_and(|pod| {
-        let view = PodView::of(&pod, None);
+        let view = PodView::of(&pod);
         view.is_bridged && view.hints == Hints::default()
     })
 }

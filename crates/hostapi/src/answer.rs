@@ -100,6 +100,8 @@ pub struct HostView {
     pub boot_id: String,
     /// Cores and GPUs at this moment: a driver may be loaded after the agent starts, or be unloaded.
     pub resources: Resources,
+    /// kubelet's CPU manager has policy `static` at this moment.
+    pub static_cpus: bool,
     /// Number of Flux job shells in the broker's unit or cgroup: each node of a running job has one.
     pub job_shells: usize,
 }
@@ -195,6 +197,8 @@ pub struct Preflight {
     pub prefix: PathBuf,
     /// Cores as hwloc counts them, and GPUs.
     pub resources: Resources,
+    /// kubelet's CPU manager has policy `static`.
+    pub static_cpus: bool,
     /// Memory in MiB.
     pub memory_mib: u64,
     /// Conda platform, such as `linux-64`.

@@ -329,6 +329,7 @@ topo = "kary:256"
             member: Some(member("a.example", 9)),
             resources: Some(Resources { cores: 8, gpus: 2 }.into()),
             lacks_since: None,
+            static_cpus: false,
             properties: ["zone=eu-1a".to_owned()].into(),
             has_node_property: false,
             drain: None,

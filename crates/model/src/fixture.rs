@@ -21,6 +21,7 @@ pub fn roster(max_size: u32, nodes: &[(&str, u32)]) -> Roster {
             member: Some(member(node, number)),
             resources: Some(Resources { cores: *cores, gpus: 0 }.into()),
             lacks_since: None,
+            static_cpus: false,
             properties: BTreeSet::new(),
             has_node_property: false,
             drain: None,

@@ -12,7 +12,7 @@ use super::{
 };
 use api::{
     Adopted, Declared, EpochSettings, Facts, FluxInstanceSpec, FluxInstanceStatus, FluxNodeStatus, IdSet, Member,
-    NodePhase, ROSTER_FORMAT, Rank, Resources, Roster, RosterEntry,
+    NodePhase, ROSTER_FORMAT, Rank, Roster, RosterEntry,
 };
 
 /// Default of `spec.ranks.retain` (how long a rank is kept for a Node that is gone) and of `spec.resources.retain` (how
@@ -233,11 +233,10 @@ pub(crate) fn participant_count(seen: &Observed, roster: &Roster) -> usize {
     members.chain(candidates(seen).into_iter().map(|node| node.uid.as_str())).collect::<BTreeSet<_>>().len()
 }
 
-/// What the host of `node` has, from a report of the boot that the Node names. An older report may be from another machine that had
-/// this node's name.
-pub(crate) fn facts(seen: &Observed, node: &NodeView) -> Option<Resources> {
-    let facts = seen.reports.get(&node.name)?.facts.as_ref()?;
-    is_of_boot(facts, node).then_some(facts.resources)
+/// What is known about the host of `node`, from a report of the boot that the Node names. An older report may be from another machine
+/// that had this node's name.
+pub(crate) fn facts<'a>(seen: &Observed<'a>, node: &NodeView) -> Option<&'a Facts> {
+    seen.reports.get(&node.name)?.facts.as_ref().filter(|facts| is_of_boot(facts, node))
 }
 
 /// True if `facts` are of the boot that `node` names, or it names none.
@@ -254,7 +253,7 @@ pub(crate) fn resources(
     rank: Rank,
     before: Option<&Declared>,
 ) -> Option<Declared> {
-    let found = facts(seen, node)?;
+    let found = facts(seen, node)?.resources;
     let is_known = before.is_none() || node.cpu.is_some();
     is_known.then(|| declared(seen.spec, node, found, rank == 0, settings.only_whole_cores))
 }
@@ -263,7 +262,8 @@ pub(crate) fn resources(
 /// all. If the facts are unknown at the moment, the stored time stays. Cores and GPUs that only the spec, kubelet or a
 /// device plugin takes away have not vanished.
 pub(crate) fn lacks_since(seen: &Observed, node: &NodeView, entry: &RosterEntry) -> Option<i64> {
-    let (Some(found), Some(declared)) = (facts(seen, node), &entry.resources) else { return entry.lacks_since };
+    let (Some(facts), Some(declared)) = (facts(seen, node), &entry.resources) else { return entry.lacks_since };
+    let found = facts.resources;
     let lacks = found.cores < declared.cores || found.gpus < declared.gpus;
     lacks.then(|| entry.lacks_since.unwrap_or(seen.now))
 }

@@ -26,6 +26,9 @@ pub enum Shortfall {
     /// A taint that the pod does not tolerate.
     #[error("the node has taint {0}")]
     Taint(String),
+    /// kubelet's CPU manager has policy `static`, and the node is not dedicated to Flux: [`Target::refuses_pods`].
+    #[error("the node's kubelet has CPU manager policy static, and the node is not dedicated to Flux")]
+    StaticCpus,
     /// nodeSelector or node affinity don't permit it.
     #[error("its nodeSelector or node affinity does not permit the node")]
     NotSelected,
@@ -82,6 +85,9 @@ pub fn room(allocatable: &Allocatable, usage: &Usage, wanted: &Requests) -> Opti
 pub fn check_pod(target: &Target, usage: &Usage, pod: &PodView) -> Option<Shortfall> {
     if !target.is_ready {
         return Some(Shortfall::NotReady);
+    }
+    if target.refuses_pods() {
+        return Some(Shortfall::StaticCpus);
     }
     if let Some(plan) = &pod.plan {
         if let Some(taint) = plan.rules.untolerated(&target.taints) {

@@ -324,8 +324,7 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts, now: Moment) -> (
     if let Some(annotated) = &pod.hints.annotated {
         return sized(GangKind::Annotated, annotated);
     }
-    let groups = [(GangKind::PodGroup, &pod.hints.pod_group), (GangKind::Coscheduling, &pod.hints.coscheduling)];
-    for (kind, name) in groups.into_iter().filter_map(|(kind, name)| Some((kind, name.as_ref()?))) {
+    for (kind, name) in pod.hints.pod_groups() {
         match facts.pod_groups.get(&(kind, pod.namespace.clone(), name.clone())) {
             Some(Some(size)) if *size > 1 => return (id(kind, name), Ok(*size)),
             Some(_) => return (single(pod), Ok(1)),

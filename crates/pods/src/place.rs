@@ -45,6 +45,8 @@ pub enum Reason {
     NotSelected,
     /// A lasting taint.
     Taint(String),
+    /// kubelet's CPU manager has policy `static`, and the node is not dedicated to Flux: [`Target::refuses_pods`].
+    StaticCpus,
     /// The volume of a claim is elsewhere.
     Volume,
     /// Its cores are too few for one pod.
@@ -76,6 +78,11 @@ impl Reason {
         match self {
             Self::NotSelected => "not selected by nodeSelector or node affinity".into(),
             Self::Taint(taint) => format!("with taint {taint}"),
+            Self::StaticCpus => {
+                "with kubelet's CPU manager policy static (dedicate such nodes to Flux by a taint that \
+                                 spec.nodes.tolerations names, or give kubelet policy none)"
+                    .into()
+            }
             Self::Volume => "without access to its volume".into(),
             Self::Cores => "with too few cores".into(),
             Self::Room(resource) => format!("with too little {resource}"),
@@ -148,6 +155,9 @@ fn reason_against(target: &Target, gang: &Gang, plans: &[&Plan], largest: &Reque
     }
     if let Some(taint) = plans.iter().find_map(|plan| plan.rules.untolerated(target.lasting_taints())) {
         return Some(Reason::Taint(format!("{}:{}", taint.key, taint.effect)));
+    }
+    if target.refuses_pods() {
+        return Some(Reason::StaticCpus);
     }
     let reaches = |claim: &String| match limits.facts.claims.get(&(gang.id.namespace.clone(), claim.clone())) {
         Some(VolumeClaim::Bound { affinity: Some(affinity) }) => selects(affinity, &target.node, &target.labels),

@@ -75,6 +75,17 @@ fn a_gang_may_run_where_its_rules_its_volumes_and_the_room_permit() {
             vec![],
             vec![0, 1, 2],
         ),
+        ("single pods get CPUs alone", nothing, |t| t.get_mut(&0).unwrap().static_cpus = true, vec![], vec![1, 2]),
+        (
+            "they do on a node that is dedicated",
+            nothing,
+            |t| {
+                let target = t.get_mut(&0).unwrap();
+                (target.static_cpus, target.is_dedicated) = (true, true);
+            },
+            vec![],
+            vec![0, 1, 2],
+        ),
         ("too few cores", |p| p.requests.cpu = 4000, idle, vec![], vec![0, 1]),
         ("pods of others", nothing, idle, vec![foreign(4)], vec![1, 2]),
         ("some pods of others", nothing, idle, vec![foreign(3)], vec![0, 1, 2]),
@@ -156,6 +167,12 @@ fn a_gang_that_fits_on_no_idle_nodes_is_told_why() {
         let error = placed(&pods, &targets(&[4, 4, 2]), &[], &Facts::default(), None).unwrap_err();
         assert_eq!(error.to_string(), words);
     }
+    let mut targets = targets(&[4, 4, 2]);
+    targets.values_mut().for_each(|target| target.static_cpus = target.rank < 2);
+    let error = placed(&gang(3, |_| {}), &targets, &[], &Facts::default(), None).unwrap_err();
+    let words = "may run on 1 of 3 nodes: 2 with kubelet's CPU manager policy static (dedicate such nodes to Flux by a taint that \
+                 spec.nodes.tolerations names, or give kubelet policy none); they have cores for 2 of its 3 pods";
+    assert_eq!(error.to_string(), words);
 }
 
 #[test]
@@ -184,6 +201,14 @@ fn the_check_counts_every_pod_against_what_the_node_has() {
             idle,
             vec![],
             Some(Shortfall::NotSelected),
+        ),
+        ("single pods get CPUs alone", nothing, |t| t.static_cpus = true, vec![], Some(Shortfall::StaticCpus)),
+        (
+            "they do on a node that is dedicated",
+            nothing,
+            |t| (t.static_cpus, t.is_dedicated) = (true, true),
+            vec![],
+            None,
         ),
         ("cpu in thousandths", nothing, |t| t.allocatable.cpu = 1999, vec![], room("cpu", 999, 1000)),
         ("cpu of others", nothing, idle, vec![foreign(2001)], room("cpu", 999, 1000)),

@@ -10,7 +10,7 @@ use k8s_openapi::{
 use crate::{
     node_rules::NodeRules,
     placeholder::Placeholder,
-    record::{ANNOTATION_JOB, LONGEST_NAME, PodRecord, is_label_like},
+    record::{ANNOTATION_JOB, GangKind, LONGEST_NAME, PodRecord, is_label_like},
     requests::{Requests, Size},
     time::{Millis, Moment, SECOND},
     unsupported::{Unsupported, check_annotations, check_fields},
@@ -118,7 +118,8 @@ pub struct Owner {
 pub struct Hints {
     /// Our annotations: name, and size as it is written.
     pub annotated: Option<(String, String)>,
-    /// spec.schedulingGroup.podGroupName
+    /// spec.schedulingGroup.podGroupName: name of a PodGroup of Kubernetes itself. The API server drops it unless feature gate
+    /// GenericWorkload is on (Kubernetes 1.36).
     pub pod_group: Option<String>,
     /// Name of a PodGroup of coscheduling.
     pub coscheduling: Option<String>,
@@ -159,9 +160,8 @@ impl Default for Plan {
 }
 
 impl PodView {
-    /// Parses `pod`. `pod_group` is spec.schedulingGroup.podGroupName, which this version of our Kubernetes types doesn't
-    /// have.
-    pub fn of(pod: &Pod, pod_group: Option<&str>) -> Self {
+    /// Parses `pod`.
+    pub fn of(pod: &Pod) -> Self {
         let (meta, spec, status) = (&pod.metadata, pod.spec.as_ref(), pod.status.as_ref());
         let labels = meta.labels.clone().unwrap_or_default();
         let annotation = |key: &str| meta.annotations.as_ref().and_then(|annotations| annotations.get(key));
@@ -181,7 +181,7 @@ impl PodView {
         let size = || annotation(ANNOTATION_GANG_SIZE).map(short).unwrap_or_default();
         let hints = Hints {
             annotated: annotation(ANNOTATION_GANG).map(|name| (short(name), size())),
-            pod_group: pod_group.map(str::to_owned),
+            pod_group: spec.and_then(|spec| spec.scheduling_group.as_ref()?.pod_group_name.clone()),
             coscheduling: labels.get(LABEL_COSCHEDULING).cloned(),
             fluence: LABELS_FLUENCE.iter().find_map(|(name, size)| both(name, size)),
             leader_worker_set: group("name").zip(group("group-index")).map(|(name, index)| {
@@ -303,13 +303,18 @@ impl PodView {
 }
 
 impl Hints {
+    /// The PodGroups that it names, with the kind of gang that each makes of its pods. The first counts.
+    pub fn pod_groups(&self) -> impl Iterator<Item = (GangKind, &String)> {
+        let groups = [(GangKind::PodGroup, &self.pod_group), (GangKind::Coscheduling, &self.coscheduling)];
+        groups.into_iter().filter_map(|(kind, name)| Some((kind, name.as_ref()?)))
+    }
+
     fn names(&self) -> impl Iterator<Item = &str> {
         let sized = [&self.annotated, &self.fluence, &self.leader_worker_set]
             .into_iter()
             .flatten()
             .map(|(name, _)| name.as_str());
-        let grouped = [&self.pod_group, &self.coscheduling].into_iter().flatten().map(String::as_str);
-        sized.chain(grouped)
+        sized.chain(self.pod_groups().map(|(_, name)| name.as_str()))
     }
 }
 

@@ -11,7 +11,7 @@ fn view(more: Value) -> PodView {
     for (part, fields) in more.as_object().unwrap() {
         pod[part].as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     }
-    PodView::of(&serde_json::from_value(pod).unwrap(), None)
+    PodView::of(&serde_json::from_value(pod).unwrap())
 }
 
 #[test]
@@ -122,6 +122,8 @@ fn the_gang_hints_of_every_kind_are_kept() {
         assert_eq!(hints(labels.clone()).fluence, expected, "{labels}");
     }
     assert_eq!(hints(json!({"scheduling.x-k8s.io/pod-group": "g"})).coscheduling.as_deref(), Some("g"));
+    let native = json!({"spec": {"schedulingGroup": {"podGroupName": "g"}}});
+    assert_eq!(view(native).hints.pod_group.as_deref(), Some("g"));
     let annotations = json!({"distribute.flux-framework.org/gang": "g"});
     assert_eq!(view(json!({"metadata": {"annotations": annotations}})).hints.annotated, pair("g", ""));
     let labels = json!({"leaderworkerset.sigs.k8s.io/name": "lws", "leaderworkerset.sigs.k8s.io/group-index": "3"});

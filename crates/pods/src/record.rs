@@ -15,7 +15,7 @@ use crate::time::Moment;
 /// Annotation on a bound pod: its [`PodRecord`] as JSON. It is written with the binding.
 pub const ANNOTATION_JOB: &str = "distribute.flux-framework.org/job";
 
-/// Longest name of a gang, and longest uid, in bytes: that of a label's value.
+/// Longest name of a gang that a pod or its controller makes up, and longest uid, in bytes: that of a label's value.
 pub const LONGEST_NAME: usize = 63;
 
 /// True if `text` has the length and the characters of a label's value. Names and uids that users choose go into jobs, and onto the

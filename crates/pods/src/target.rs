@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Node, Taint};
 
-use api::{Declared, Nodes, Rank};
+use api::{Nodes, Rank, RosterEntry};
 use model::eligibility::{NodeView, is_dedicated};
 
 use crate::{
@@ -47,6 +47,8 @@ pub struct Target {
     pub can_resize: bool,
     /// A taint that the spec tolerates keeps ordinary pods off, so neither side accounts for the other here.
     pub is_dedicated: bool,
+    /// kubelet's CPU manager has policy `static`: it gives whole CPUs to single pods alone.
+    pub static_cpus: bool,
 }
 
 /// What a node has for pods.
@@ -65,17 +67,16 @@ pub struct Allocatable {
 }
 
 impl Target {
-    /// The target that `node` is, whose rank declares `declared`. `nodes`: spec.nodes. None if no job ever runs on that rank.
+    /// The target that `node` is, the member of `entry`. `nodes`: spec.nodes. None if no job ever runs on that rank, or it is not known
+    /// yet what it declares.
     ///
     /// A core has as many threads as the Node has CPUs for each core that hwloc counts. Where cores differ, that is
     /// rounded down, so that a pod holds rather more cores than fewer.
     ///
     /// # Errors
     /// A quantity in the Node's status can't be read.
-    pub fn of(node: &Node, rank: Rank, declared: &Declared, nodes: &Nodes) -> Result<Option<Self>, UnreadableRequest> {
-        if declared.excluded {
-            return Ok(None);
-        }
+    pub fn of(node: &Node, rank: Rank, entry: &RosterEntry, nodes: &Nodes) -> Result<Option<Self>, UnreadableRequest> {
+        let Some(declared) = entry.resources.as_ref().filter(|declared| !declared.excluded) else { return Ok(None) };
         let (spec, status) = (node.spec.as_ref(), node.status.as_ref());
         let Amounts(capacity) = Amounts::read(status.and_then(|status| status.capacity.as_ref()))?;
         let Amounts(mut allocatable) = Amounts::read(status.and_then(|status| status.allocatable.as_ref()))?;
@@ -102,9 +103,16 @@ impl Target {
             cores: u32::try_from(cores).unwrap_or(u32::MAX),
             can_resize: kubelet_minor(node).is_some_and(|minor| minor >= RESIZES_SINCE),
             is_dedicated: is_dedicated(&NodeView::from(node), nodes),
+            static_cpus: entry.static_cpus,
             threads: u32::try_from(threads).unwrap_or(u32::MAX).max(1),
             declared_cpu: (capacity.saturating_mul(cores as u64)).div_ceil(u64::from(declared.cores.max(1))),
         }))
+    }
+
+    /// It is offered to no pod, because kubelet would give CPUs to single pods alone that host jobs run on, too. An administrator who
+    /// dedicates the node to Flux says that only Flux's pods come there.
+    pub fn refuses_pods(&self) -> bool {
+        self.static_cpus && !self.is_dedicated
     }
 
     /// What host jobs use of it may be requested by a placeholder pod.
@@ -137,6 +145,7 @@ fn kubelet_minor(node: &Node) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use api::Declared;
     use k8s_openapi::api::core::v1::NodeSystemInfo;
     use serde_json::{Value, json};
 
@@ -144,7 +153,11 @@ mod tests {
 
     fn target(spec: Value, status: Value, declared: Declared) -> Option<Target> {
         let node = json!({"metadata": {"name": "node1", "uid": "u"}, "spec": spec, "status": status});
-        Target::of(&serde_json::from_value(node).unwrap(), 3, &declared, &Nodes::default()).unwrap()
+        Target::of(&serde_json::from_value(node).unwrap(), 3, &entry(declared), &Nodes::default()).unwrap()
+    }
+
+    fn entry(declared: Declared) -> RosterEntry {
+        RosterEntry { resources: Some(declared), ..RosterEntry::default() }
     }
 
     fn declared(cores: u32) -> Declared {
@@ -199,14 +212,20 @@ mod tests {
     }
 
     #[test]
-    fn a_taint_that_the_spec_tolerates_dedicates_a_node() {
+    fn a_taint_that_the_spec_tolerates_dedicates_a_node_also_one_with_static_cpus() {
         let tolerations = json!([{"key": "pool", "operator": "Equal", "value": "flux", "effect": "NoSchedule"}]);
         let nodes: Nodes = serde_json::from_value(json!({"tolerations": tolerations})).unwrap();
-        for (key, expected) in [("pool", true), ("other", false)] {
+        for (key, static_cpus, expected) in [
+            ("pool", false, (true, false)),
+            ("other", false, (false, false)),
+            ("pool", true, (true, false)),
+            ("other", true, (false, true)),
+        ] {
             let spec = json!({"taints": [{"key": key, "value": "flux", "effect": "NoSchedule"}]});
             let node = json!({"metadata": {"name": "n"}, "spec": spec, "status": {}});
-            let target = Target::of(&serde_json::from_value(node).unwrap(), 3, &declared(1), &nodes).unwrap().unwrap();
-            assert_eq!(target.is_dedicated, expected, "{key}");
+            let entry = RosterEntry { static_cpus, ..entry(declared(1)) };
+            let target = Target::of(&serde_json::from_value(node).unwrap(), 3, &entry, &nodes).unwrap().unwrap();
+            assert_eq!((target.is_dedicated, target.refuses_pods()), expected, "{key} {static_cpus}");
         }
     }
 

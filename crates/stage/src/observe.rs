@@ -37,6 +37,7 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         unknown: broker.unknown.map(|broker| broker.to_string()),
         boot_id: facts::boot_id(root),
         resources: facts::resources(root),
+        static_cpus: facts::has_static_cpus(root),
         job_shells: broker.job_shells,
     })
 }

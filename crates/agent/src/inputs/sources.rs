@@ -240,8 +240,11 @@ impl Sources {
         }
         // Resources that can't be read have not gone, and one observation alone may have caught a change half-way.
         let is_sure = host.resources.cores > 0 && host.resources == self.last_host.resources;
-        if let Some(preflight) = self.preflight.as_mut().filter(|_| is_sure) {
-            preflight.resources = host.resources;
+        if let Some(preflight) = &mut self.preflight {
+            preflight.static_cpus = host.static_cpus;
+            if is_sure {
+                preflight.resources = host.resources;
+            }
         }
         self.last_host = host.clone();
     }

@@ -164,6 +164,7 @@ pub fn facts(preflight: &Preflight) -> Facts {
         glibc: preflight.glibc.clone(),
         boot_id: preflight.boot_id.clone(),
         systemd: preflight.systemd,
+        static_cpus: preflight.static_cpus,
         prefix: preflight.prefix.display().to_string(),
     }
 }

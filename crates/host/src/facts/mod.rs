@@ -3,6 +3,7 @@
 mod cores;
 mod glibc;
 mod gpus;
+mod kubelet;
 
 use std::{
     fs,
@@ -15,6 +16,7 @@ use nix::sys::{sysinfo::sysinfo, utsname::uname};
 pub use cores::{Cpu, count_cores, parse_cpu_list};
 pub use glibc::{glibc, glibc_version};
 pub use gpus::{PciDevice, count_gpus};
+pub use kubelet::has_static_cpus;
 
 use super::Root;
 use api::Resources;

@@ -22,6 +22,7 @@ fn facts(platform: &str) -> Facts {
         glibc: "2.36".into(),
         boot_id: "boot".into(),
         systemd: false,
+        static_cpus: false,
         prefix: "/opt/flux-distribute".into(),
     }
 }

@@ -335,6 +335,7 @@ fn named(news: &News, roster: &Roster, rank: Rank, member: Member, before: Optio
         member: Some(member),
         resources,
         lacks_since,
+        static_cpus: before.is_some_and(|entry| entry.static_cpus),
         properties: before.map(|entry| entry.properties.clone()).unwrap_or_default(),
         has_node_property: before.is_some_and(|entry| is_node_a_property(roster, entry)),
         // Keep the drain until the planner has decided about it again: without it, Flux would give the node jobs.

@@ -5,7 +5,7 @@ use super::{
     epoch_tests::{close, idle, waits_for},
     tests::World,
 };
-use api::{Closing, NodePhase, OnFailure, Resources, Roster, Want};
+use api::{Closing, Facts, NodePhase, OnFailure, Resources, Roster, Want};
 
 /// The lead reports that jobs of these ranks hold resources.
 fn held(world: &mut World, all: &str, by_host_jobs: &str, by_gangs: &str) {
@@ -64,6 +64,38 @@ fn a_node_with_less_declares_it_only_once_no_pod_has_what_it_lacks() {
         world.settle();
         assert_eq!(world.roster.as_ref().unwrap().ranks[&2].resources != before, has_changed, "{all:?}");
     }
+}
+
+#[test]
+fn a_member_whose_kubelet_gets_another_cpu_policy_keeps_what_flux_has_loaded() {
+    type Change = fn(&mut World);
+    let mut world = idle();
+    let revision = world.roster.as_ref().unwrap().ranks[&2].revision;
+    let steps: [(&str, Change, bool); 5] = [
+        ("static", |world| facts(world).static_cpus = true, true),
+        (
+            "the host has booted, and its agent has not reported yet",
+            |world| world.nodes[2].boot_id = "new".into(),
+            true,
+        ),
+        ("none since then", |world| (facts(world).static_cpus, facts(world).boot_id) = (false, "new".into()), false),
+        ("static again", |world| facts(world).static_cpus = true, true),
+        ("the Node is gone, and comes back perhaps", |world| drop(world.nodes.remove(2)), true),
+    ];
+    for (what, change, expected) in steps {
+        change(&mut world);
+        world.settle();
+        let entry = &world.roster.as_ref().unwrap().ranks[&2];
+        assert_eq!((entry.static_cpus, entry.revision), (expected, revision), "{what}");
+    }
+    world.now += 3600;
+    world.settle();
+    assert!(!world.roster.as_ref().unwrap().ranks[&2].static_cpus, "the rank is a spare");
+}
+
+/// What node3 reports, the member of rank 2.
+fn facts(world: &mut World) -> &mut Facts {
+    world.reports.get_mut("node3").unwrap().facts.as_mut().unwrap()
 }
 
 /// The cores that each member declares.

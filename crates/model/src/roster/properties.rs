@@ -1,11 +1,16 @@
-//! The Flux properties of the members.
+//! What the roster says of a member beside its resources: its Flux properties, and how its kubelet gives out CPUs.
 
 use std::collections::BTreeSet;
 
-use crate::{members::NodeIndex, observed::Observed, resources::properties};
+use crate::{
+    members::NodeIndex,
+    observed::{Observed, facts},
+    resources::properties,
+};
 use api::Roster;
 
-/// Gives every member its properties. A member whose Node is gone keeps its own while its rank is kept.
+/// Gives every member its properties, and takes over what is known of its kubelet. A member whose Node is gone keeps its own while its
+/// rank is kept.
 pub(super) fn assign(seen: &Observed, roster: &mut Roster) {
     let nodes = NodeIndex::of(seen.nodes);
     let node = |uid: &str| nodes.with_uid(uid);
@@ -20,6 +25,7 @@ pub(super) fn assign(seen: &Observed, roster: &mut Roster) {
     for entry in roster.ranks.values_mut() {
         if let Some(node) = entry.member.as_ref().and_then(|member| node(&member.uid)) {
             entry.properties = properties(&seen.spec.resources, node, among_others);
+            entry.static_cpus = facts(seen, node).map_or(entry.static_cpus, |facts| facts.static_cpus);
         }
     }
 }

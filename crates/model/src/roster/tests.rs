@@ -75,6 +75,7 @@ impl World {
             glibc: "2.36".into(),
             boot_id: "boot".into(),
             systemd: false,
+            static_cpus: false,
             prefix: "/opt/flux-distribute".into(),
         };
         self.reports.entry(name.to_owned()).or_default().facts = Some(facts);

@@ -33,6 +33,7 @@ pub fn examine(root: &Root, brokers: &dyn Brokers, order: &PreflightOrder) -> Re
             .is_ok_and(|text| cgroup_is_writable(&text)),
         memlock: limits::lift_memlock(),
         resources: facts::resources(root),
+        static_cpus: facts::has_static_cpus(root),
         memory_mib: facts::memory_mib(root),
         boot_id: facts::boot_id(root),
     })

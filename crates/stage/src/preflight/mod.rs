@@ -40,6 +40,8 @@ pub struct Observed {
     pub memlock: bool,
     /// Cores and GPUs.
     pub resources: Resources,
+    /// kubelet's CPU manager has policy `static`.
+    pub static_cpus: bool,
     /// Memory in MiB.
     pub memory_mib: u64,
     /// Content of /proc/sys/kernel/random/boot_id.
@@ -107,6 +109,7 @@ pub fn assess(seen: Observed, order: &PreflightOrder) -> Result<Preflight, Refus
     Ok(Preflight {
         prefix,
         resources: seen.resources,
+        static_cpus: seen.static_cpus,
         memory_mib: seen.memory_mib,
         platform: platform.to_owned(),
         glibc,

@@ -28,6 +28,7 @@ fn good() -> Observed {
         cgroup_writable: true,
         memlock: true,
         resources: Resources { cores: 4, gpus: 0 },
+        static_cpus: false,
         memory_mib: 1024,
         boot_id: "b".into(),
     }
