@@ -45,7 +45,7 @@ impl Bed {
         let unique = format!("fxd-test-{}-{name}", std::process::id());
         let places = HostPlaces {
             run_dir: directory.path().join("run"),
-            broker_run_dir: directory.path().join("run/broker"),
+            socket_dir: directory.path().join("run/broker"),
             cgroup: format!("{unique}/broker"),
             launcher: PathBuf::from(env!("CARGO_BIN_EXE_flux-distribute")),
             systemd: None,
@@ -86,7 +86,7 @@ impl Bed {
             }
         }
         let told = serde_json::json!({
-            "order": order, "run_dir": self.places.run_dir, "broker_run_dir": self.places.broker_run_dir,
+            "order": order, "run_dir": self.places.run_dir, "socket_dir": self.places.socket_dir,
             "cgroup": self.places.cgroup, "pod": self.pod,
         });
         // Ignored signals and a low limit, as a stage may have inherited them.
@@ -151,7 +151,7 @@ fn stage_of_the_pod() {
     fs::write("/proc/self/oom_score_adj", "1000").unwrap();
     let places = HostPlaces {
         run_dir: path("run_dir"),
-        broker_run_dir: path("broker_run_dir"),
+        socket_dir: path("socket_dir"),
         cgroup: told["cgroup"].as_str().unwrap().to_owned(),
         launcher: PathBuf::from(env!("CARGO_BIN_EXE_flux-distribute")),
         systemd: None,
@@ -277,25 +277,39 @@ fn a_stage_that_is_killed_at_any_moment_leaves_one_broker_that_is_found_or_none(
 }
 
 #[test]
-fn a_broker_runs_as_its_user_in_a_rundir_of_its_own() {
+fn a_broker_runs_as_its_user_in_directories_of_its_own() {
     let Some(bed) = Bed::new("user") else { return };
     bed.start(&bed.order(&["/bin/sleep", "1000"], "54321"));
     let pid = bed.places.observe(None).running.unwrap().pid;
     assert_eq!(field(pid, "Uid"), "54321 54321 54321 54321");
     assert_eq!((field(pid, "Gid"), field(pid, "Groups")), ("54321 54321 54321 54321".to_owned(), String::new()));
-    let rundir = fs::metadata(&bed.places.broker_run_dir).unwrap();
-    assert_eq!((rundir.uid(), rundir.mode() & 0o777), (54321, 0o755));
+    for directory in [&bed.places.socket_dir, &bed.directory.path().join("prefix").join("run")] {
+        let made = fs::metadata(directory).unwrap();
+        assert_eq!((made.uid(), made.mode() & 0o777), (54321, 0o755), "{}", directory.display());
+    }
+}
+
+#[test]
+fn what_jobs_of_a_killed_broker_left_in_its_rundir_is_gone_at_the_next_start() {
+    let Some(bed) = Bed::new("jobtmp") else { return };
+    let order = bed.order(&["/bin/sleep", "1000"], "54321");
+    bed.start(&order);
+    let left = bed.directory.path().join("prefix").join("run/jobtmp-0-f1");
+    fs::create_dir_all(&left).unwrap();
+    bed.stop();
+    bed.start(&order);
+    assert!(!left.exists());
 }
 
 /// A directory in the place of the socket would end each start of Flux.
 #[test]
-fn what_another_user_left_in_the_rundir_keeps_no_broker_from_starting() {
+fn what_another_user_left_at_the_socket_keeps_no_broker_from_starting() {
     let Some(bed) = Bed::new("left") else { return };
-    let rundir = &bed.places.broker_run_dir;
-    fs::create_dir_all(rundir.join("local/x")).unwrap();
-    std::os::unix::fs::chown(rundir, Some(1234), None).unwrap();
+    let directory = &bed.places.socket_dir;
+    fs::create_dir_all(directory.join("local/x")).unwrap();
+    std::os::unix::fs::chown(directory, Some(1234), None).unwrap();
     bed.start(&bed.order(&["/bin/sleep", "1000"], "54321"));
-    assert_eq!((fs::metadata(rundir).unwrap().uid(), fs::read_dir(rundir).unwrap().count()), (54321, 0));
+    assert_eq!((fs::metadata(directory).unwrap().uid(), fs::read_dir(directory).unwrap().count()), (54321, 0));
 }
 
 #[test]
@@ -313,25 +327,25 @@ fn processes_that_fork_faster_than_they_are_listed_keep_no_broker_from_being_sto
 }
 
 #[test]
-fn what_the_last_brokers_user_mounted_over_its_rundir_keeps_no_broker_from_starting() {
+fn what_the_last_brokers_user_mounted_over_its_socket_keeps_no_broker_from_starting() {
     if skips_without([Need::Fuse]) {
         return;
     }
     let Some(bed) = Bed::new("covered") else { return };
-    let rundir = &bed.places.broker_run_dir;
-    fs::create_dir_all(rundir).unwrap();
+    let directory = &bed.places.socket_dir;
+    fs::create_dir_all(directory).unwrap();
     // As fusermount3(1) mounts for user 1234; nobody answers.
     let device = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
     let fd = std::os::fd::AsRawFd::as_raw_fd(&device);
     let options = format!("fd={fd},rootmode=40000,user_id=1234,group_id=1234,allow_other");
     let flags = nix::mount::MsFlags::MS_NOSUID;
-    nix::mount::mount(Some("theirs"), rundir, Some("fuse"), flags, Some(options.as_str())).unwrap();
+    nix::mount::mount(Some("theirs"), directory, Some("fuse"), flags, Some(options.as_str())).unwrap();
     let unblock = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_secs(20));
         drop(device);
     });
     bed.start(&bed.order(&["/bin/sleep", "1000"], "1234"));
-    assert_eq!(fs::metadata(rundir).unwrap().uid(), 1234);
+    assert_eq!(fs::metadata(directory).unwrap().uid(), 1234);
     assert!(!unblock.is_finished(), "the start waited for the user's file system");
 }
 
@@ -429,8 +443,8 @@ fn lead(bed: &Bed) -> LaunchOrder {
         loads_live_configuration: false,
     };
     let mut order = launch(&serde_json::from_value(settings).unwrap(), &identity);
-    for word in order.argv.iter_mut().filter(|word| word.starts_with("-Srundir=")) {
-        *word = format!("-Srundir={}", bed.places.broker_run_dir.display());
+    for word in order.argv.iter_mut().filter(|word| word.starts_with("-Slocal-uri=")) {
+        *word = format!("-Slocal-uri=local://{}/local", bed.places.socket_dir.display());
     }
     order
 }
@@ -453,7 +467,7 @@ fn a_broker_whose_record_was_removed_is_found_again_and_stopped() {
     fs::remove_dir_all(&bed.places.run_dir).unwrap();
     let found = bed.places.observe(None).running.unwrap();
     assert_eq!((found.pid, found.start_time), (before.pid, before.start_time));
-    // Its rundir is the test's own, so this version would start it in another way.
+    // Its socket is the test's own, so this version would start it in another way.
     assert_eq!(found.record, LaunchRecord { launch: String::new(), ..order.record.clone() });
     assert!(bed.places.run_dir.join("broker.json").exists());
     assert_eq!(bed.places.start(&order).unwrap(), found);

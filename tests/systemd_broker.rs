@@ -28,7 +28,7 @@ fn places(directory: &Path) -> Option<HostPlaces> {
     }
     Some(HostPlaces {
         run_dir: directory.join("run"),
-        broker_run_dir: directory.join("run/broker"),
+        socket_dir: directory.join("run/broker"),
         cgroup: "unused".to_owned(),
         launcher: PathBuf::from("/nowhere"),
         systemd: Some(Systemd::of(Path::new("/")).expect("systemd does not run here")),

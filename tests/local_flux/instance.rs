@@ -86,6 +86,19 @@ fn four_nodes_are_one_flux_instance() {
     assert_eq!(cluster.exec("node3", &["sh", "-c", submit]), "node2");
 }
 
+/// Flux runs the script from the broker's rundir.
+#[test]
+fn a_batch_script_runs_though_run_is_mounted_noexec() {
+    let Some((cluster, _turn)) = calm() else { return };
+    let mounts = cluster.exec("node1", &["cat", "/proc/mounts"]);
+    let run = mounts.lines().find(|line| line.split(' ').nth(1) == Some("/run")).unwrap();
+    assert!(run.contains("noexec"), "{run}");
+    let batch = "flux job attach $(flux batch -N2 --wrap sh -c 'flux run -N2 hostname >/tmp/batch.out') \
+                 && sort /tmp/batch.out";
+    let said = cluster.exec("node1", &["sh", "-c", batch]);
+    assert_eq!(said.lines().count(), 2, "{said}");
+}
+
 #[test]
 fn a_job_runs_in_a_clean_process_outside_of_every_pod() {
     let Some((cluster, _turn)) = calm() else { return };

@@ -75,13 +75,7 @@ impl Broker {
     fn places(host: &Host, name: &str) -> HostPlaces {
         let run_dir = host.prefix().join("run");
         let cgroup = format!("fxd-test-{}-{name}/broker", std::process::id());
-        HostPlaces {
-            broker_run_dir: run_dir.join("broker"),
-            run_dir,
-            cgroup,
-            launcher: "/nowhere".into(),
-            systemd: None,
-        }
+        HostPlaces { socket_dir: run_dir.join("broker"), run_dir, cgroup, launcher: "/nowhere".into(), systemd: None }
     }
 
     fn of(host: &Host, name: &str) -> Option<Self> {

@@ -88,7 +88,8 @@ pub fn start_with(flux: &Path, base: &Path, rank: u32, environment: &[(&str, &st
     let _ = std::fs::remove_dir_all(&directory);
     std::fs::create_dir(&directory).unwrap();
     let order = launch(&settings, &identity);
-    let moved = order.argv[1..].iter().map(|word| word.replace(api::BROKER_RUN_DIR, &directory.display().to_string()));
+    let moved =
+        order.argv[1..].iter().map(|word| word.replace(api::BROKER_SOCKET_DIR, &directory.display().to_string()));
     let log = std::fs::File::create(base.join(format!("log{rank}"))).unwrap();
     let child = Command::new(flux)
         .args(moved)

@@ -98,8 +98,8 @@ pub const PREFIX_CANDIDATES: [&str; 3] =
     [DEFAULT_PREFIX, "/var/lib/flux-distribute", "/home/kubernetes/flux-distribute"];
 /// Run-time directory on the host, gone with a reboot.
 pub const RUN_DIR: &str = "/run/flux-distribute";
-/// The broker's rundir (flux-broker-attributes(7)); its socket is `local` in it.
-pub const BROKER_RUN_DIR: &str = "/run/flux-distribute/broker";
+/// Directory of the broker's socket `local` (`local-uri` of flux-broker-attributes(7)), gone with a reboot.
+pub const BROKER_SOCKET_DIR: &str = "/run/flux-distribute/broker";
 /// URI of the broker's socket on each host.
 pub const BROKER_URI: &str = "local:///run/flux-distribute/broker/local";
 /// TCP port of the brokers unless the spec says otherwise (flux-config-bootstrap(5) uses it in its examples).

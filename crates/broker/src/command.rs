@@ -5,12 +5,14 @@ use std::{collections::BTreeMap, path::Path};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use api::{BROKER_RUN_DIR, BROKER_URI, EpochSettings, Rank};
+use api::{BROKER_URI, EpochSettings, Rank};
 use host::{HOST_PATH, state};
 use hostapi::{LaunchOrder, LaunchRecord};
 
 /// First lines of the connect script. Any file at the host's root that begins so is ours, whatever the undo list says.
 pub const CONNECT_HEADER: &str = "#!/bin/sh\n# Opens a shell in the Flux instance of this node";
+/// The broker's rundir below the prefix (flux-broker-attributes(7)). Flux runs batch scripts from there, and many hosts mount /run noexec.
+pub const RUNDIR: &str = "run";
 /// Path below the prefix of the lead's live configuration: the JSON of `plan::names::live_configuration`.
 pub const LIVE_CONFIGURATION: &str = "etc/live.json";
 /// Directory below the prefix that Flux searches for more rc1 tasks (flux-modprobe(1)).
@@ -65,10 +67,11 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
     let known = |name, value: Option<&str>| Attribute { name, value: value.map(str::to_owned), lead_only: false };
     let lead = |name, value| Attribute { lead_only: true, ..known(name, Some(value)) };
     let state = identity.prefix.join("state").display().to_string();
+    let rundir = identity.prefix.join(RUNDIR).display().to_string();
     let (cleanup, shutdown) = (CLEANUP_SECS.to_string(), format!("{SHUTDOWN_MINUTES}m"));
     vec![
         known("hostname", Some(identity.broker_name)),
-        known("rundir", Some(BROKER_RUN_DIR)),
+        known("rundir", Some(&rundir)),
         known("local-uri", Some(BROKER_URI)),
         lead("statedir", &state),
         // Each broker logs on its own node why it does not come up; nothing is forwarded to the lead's log.
@@ -194,7 +197,7 @@ const LEAD_SILENT: &str = "flux-connect.sh: the broker of rank 0 does not answer
                            flux-distribute local status";
 
 /// The connect script for users of the host. Only the brokers' owner may use the instance, so root becomes that owner: `uid` with
-/// primary group `gid`. The script must not look them up: the owner controls what is at the brokers' rundir, and the host's name
+/// primary group `gid`. The script must not look them up: the owner controls what is at the socket's directory, and the host's name
 /// service may map the owner's name to another user. The script drops root's environment, because every job of the owner can read that
 /// of the new shell. It keeps SHELL, which a shell without it would take from the owner's entry in passwd(5): that often allows no
 /// login.
@@ -264,7 +267,7 @@ mod tests {
                 "broker",
                 "--config-path=/opt/flux-distribute/etc/broker.toml",
                 "-Shostname=node1",
-                "-Srundir=/run/flux-distribute/broker",
+                "-Srundir=/opt/flux-distribute/run",
                 "-Slocal-uri=local:///run/flux-distribute/broker/local",
                 "-Sstatedir=/opt/flux-distribute/state",
                 "-Slog-stderr-level=6",
@@ -310,7 +313,7 @@ mod tests {
         }
     }
 
-    /// Root becomes the user whose numbers the script has. The script looks up nothing on the host: that user can cover the rundir.
+    /// Root becomes the user whose numbers the script has. The script looks up nothing on the host: that user can cover the socket.
     #[test]
     fn root_becomes_the_brokers_owner_without_a_look_at_what_that_user_can_cover() {
         let directory = tempfile::tempdir().unwrap();
@@ -330,7 +333,7 @@ mod tests {
             (1000, (998, 997), "ran jobs\n"),
         ] {
             let text = connect_script(directory.path(), uid, gid);
-            assert!(!text.contains(&format!("{BROKER_RUN_DIR} ")) && !text.contains("stat "), "{text}");
+            assert!(!text.contains(&format!("{} ", api::BROKER_SOCKET_DIR)) && !text.contains("stat "), "{text}");
             program("id", &format!("[ \"$*\" = -u ] && echo {user}"));
             std::fs::write(at("flux-connect.sh"), text).unwrap();
             let mut script = std::process::Command::new("/bin/sh");

@@ -78,8 +78,8 @@ pub struct HostView {
     pub broker: Option<RunningBroker>,
     /// True if the lead's broker runs but its statedir was removed: only the broker has the queue now.
     pub statedir_lost: bool,
-    /// True if a running broker's rundir was removed with its socket: no process can connect to it.
-    pub rundir_lost: bool,
+    /// True if a running broker's socket was removed with its directory: no process can connect to it.
+    pub socket_lost: bool,
     /// If a broker of ours was started in this boot and no longer runs: the last lines of its log.
     pub died: Option<String>,
     /// The instance ID with which that broker was started.

@@ -1,7 +1,7 @@
 use std::{fs, path::Path};
 
 use super::{launch::shutdown, remove::Brokers, runnable, takeover};
-use api::{BROKER_RUN_DIR, PREFIX_CANDIDATES};
+use api::{BROKER_SOCKET_DIR, PREFIX_CANDIDATES};
 use host::{Root, dumps, facts, opening::path_of, state, statedir, trust};
 use hostapi::{HostView, Refusal, RunningBroker};
 
@@ -28,7 +28,8 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         dumps: below.as_deref().map(dumps::dumps).unwrap_or_default(),
         takeover: below.as_deref().and_then(takeover::read),
         state,
-        rundir_lost: broker.running.is_some() && trust::open_unless_user_mounted(&root.path(BROKER_RUN_DIR)).is_err(),
+        socket_lost: broker.running.is_some()
+            && trust::open_unless_user_mounted(&root.path(BROKER_SOCKET_DIR)).is_err(),
         statedir_lost: broker.running.as_ref().is_some_and(|broker| is_statedir_lost(root, prefix.as_deref(), broker)),
         shut_down: below.as_deref().and_then(|prefix| shutdown::find(prefix, &broker)),
         broker: broker.running,

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use api::BROKER_RUN_DIR;
+use api::BROKER_SOCKET_DIR;
 use broker::message::{PREAMBLE, frame_length, parts};
 
 use super::{Row, SELDOM, row};
@@ -42,7 +42,8 @@ pub fn rows() -> Vec<Row> {
         ..row("live change killed at each of its steps", |scene| {
             let step = STEPS[scene.run as usize % STEPS.len()];
             let lead = scene.lead();
-            let relay = Relay::before(format!("/proc/{}/root{BROKER_RUN_DIR}/local", scene.init(&lead)).as_ref(), step);
+            let relay =
+                Relay::before(format!("/proc/{}/root{BROKER_SOCKET_DIR}/local", scene.init(&lead)).as_ref(), step);
             let mut join = scene.cluster.command(&["add-node"]).stdout(Stdio::null()).spawn().unwrap();
             let what = format!("{step:?}");
             scene.until(&what, Duration::from_mins(1), |_| relay.held.try_recv().map_err(|error| error.to_string()));

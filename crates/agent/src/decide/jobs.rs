@@ -23,7 +23,7 @@ pub struct JobsAnswer {
 /// - if the lead does not answer, and the broker of this host lives and is the lead's or has others below it: they would end with it.
 pub fn running_jobs(view: &HostView, answer: &JobsAnswer, counts: impl Fn(Rank) -> bool) -> Option<&'static str> {
     // A broker without a socket was not up yet, and has given out no job.
-    let nothing_listens = !view.rundir_lost
+    let nothing_listens = !view.socket_lost
         && matches!(&answer.lead, Err(RpcError::Connect { source, .. })
             if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused));
     let rank = view.broker.as_ref().map(|broker| broker.record.rank);
@@ -147,7 +147,7 @@ mod tests {
         let silent = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::TimedOut) });
         let no_socket = || Err(RpcError::Connect { path: "/s".into(), source: Error::from(ErrorKind::NotFound) });
         let mut lost = tree(Some(0), 0);
-        lost.rundir_lost = true;
+        lost.socket_lost = true;
         for (view, lead, may) in [
             (tree(Some(0), 0), uses(0), false),
             (tree(Some(1), 0), uses(2), true),

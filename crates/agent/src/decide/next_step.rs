@@ -14,7 +14,7 @@ use crate::{
     memory::Memory,
     step::Step,
 };
-use api::{BROKER_RUN_DIR, FluxNodeSpec, IdSet, Roster, Want};
+use api::{BROKER_SOCKET_DIR, FluxNodeSpec, IdSet, Roster, Want};
 use hostapi::RunningBroker;
 use model::{conditions::SHUT_DOWN_MESSAGE, lead::is_lead_fixed, names::misnamed};
 
@@ -164,9 +164,9 @@ fn keep(
     broker: &RunningBroker,
 ) -> Step {
     let (host, is_lead) = (&inputs.host, assignment.rank == 0);
-    if host.rundir_lost {
+    if host.socket_lost {
         return Step::Wait(format!(
-            "{BROKER_RUN_DIR} was removed while the broker runs as process {0}, so it can't be asked or get jobs here: once its \
+            "{BROKER_SOCKET_DIR} was removed while the broker runs as process {0}, so it can't be asked or get jobs here: once its \
              jobs have ended, end it by `kill {0}` on this host, and the agent starts it again",
             broker.pid
         ));

@@ -662,7 +662,7 @@ fn nothing_starts_beside_a_broker_that_is_unknown_or_unreachable() {
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     assert_eq!(world.decide(), Step::Hold);
-    world.host.rundir_lost = true;
+    world.host.socket_lost = true;
     assert!(matches!(world.decide(), Step::Wait(words) if words.contains("kill 7")));
 }
 

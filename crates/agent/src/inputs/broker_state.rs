@@ -15,7 +15,7 @@ use tokio::{
 };
 use tracing::debug;
 
-use api::{BROKER_RUN_DIR, IdSet, RUN_DIR};
+use api::{BROKER_SOCKET_DIR, IdSet, RUN_DIR};
 use bridge::Occupancy;
 use broker::{
     pending::{Pending, pending},
@@ -124,8 +124,8 @@ fn fits_since(before: Option<(u64, Instant)>, fits: Option<u64>) -> Option<(u64,
 /// # Errors
 /// No broker listens, or it refuses this process.
 pub async fn connect() -> Result<Client, RpcError> {
-    let socket = Path::new(BROKER_RUN_DIR).join("local");
-    // The brokers' user owns the rundir, and may have mounted something over it.
+    let socket = Path::new(BROKER_SOCKET_DIR).join("local");
+    // The brokers' user owns that directory, and may have mounted something over it.
     let below = socket.strip_prefix(RUN_DIR).unwrap_or(Path::new(""));
     let opened = open_in_host_root(Path::new(RUN_DIR)).and_then(|above| open_only_path_below(above, below));
     let file = opened.map_err(|source| RpcError::Connect { path: socket.clone(), source })?;

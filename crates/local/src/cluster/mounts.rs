@@ -26,6 +26,13 @@ pub(crate) fn kernel(kind: &str, target: &Path, options: Option<&str>) -> Result
         .context(|| format!("can't mount {kind} on {}", target.display()))
 }
 
+/// Lets nobody run a program from the file system that is mounted at `target`.
+pub(crate) fn forbid_programs(target: &Path) -> Result<(), LocalError> {
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+    mount(None::<&str>, target, None::<&str>, flags, None::<&str>)
+        .context(|| format!("can't mount {} anew", target.display()))
+}
+
 /// Bind-mounts `source`, including everything mounted in it, at `target`.
 pub(crate) fn bind(source: &Path, target: &Path) -> Result<(), LocalError> {
     if source.is_dir() {

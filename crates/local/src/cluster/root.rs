@@ -107,6 +107,8 @@ pub(crate) fn mount(
         mounts::kernel("mqueue", &root.join("dev/mqueue"), None)?;
     }
     mounts::kernel("tmpfs", &root.join("run"), Some("mode=755"))?;
+    // As on Debian and Ubuntu, so that nothing comes to rely on programs there.
+    mounts::forbid_programs(&root.join("run"))?;
     new_boot(&root)?;
     mounts::bind_read_only(&layout.image(), &inside(&root, Path::new(IMAGE)))?;
     for shown in &cluster.shown {

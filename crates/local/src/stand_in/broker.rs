@@ -33,7 +33,7 @@ const ORDERS: [&str; 5] = ["config.load", "resource.drain", "resource.undrain", 
 struct CommandLine {
     config: PathBuf,
     name: String,
-    rundir: PathBuf,
+    socket: PathBuf,
 }
 
 impl CommandLine {
@@ -45,7 +45,7 @@ impl CommandLine {
         Ok(Self {
             config: value("--config-path")?.into(),
             name: value("-Shostname")?,
-            rundir: value("-Srundir")?.into(),
+            socket: value("-Slocal-uri")?.trim_start_matches("local://").into(),
         })
     }
 }
@@ -137,7 +137,7 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
     let rank = rank.ok_or_else(|| wrong(&format!("it has no broker {}", line.name)))?;
     // A name that differs from that of Flux's brokers.
     let _ = std::fs::write("/proc/self/comm", format!("no-flux-{rank}"));
-    let path = line.rundir.join("local");
+    let path = line.socket;
     // A killed broker may have left its socket.
     let _ = std::fs::remove_file(&path);
     let socket = Socket::listen(&path).context(|| format!("can't listen at {}", path.display()))?;

@@ -134,9 +134,10 @@ impl HostPlaces {
     }
 
     fn find_in_cgroup(&self) -> Option<Identity> {
+        let uri = format!("local://{}/local", self.socket_dir.display());
         let is_broker = |process: &Identity| {
             let line = CommandLine::of(process.pid);
-            line.is_some_and(|line| line.value("-Srundir").map(Path::new) == Some(&self.broker_run_dir))
+            line.is_some_and(|line| line.value("-Slocal-uri") == Some(&uri))
         };
         let members = cgroup::members(&self.cgroups().ok()?).into_iter().filter_map(Identity::of);
         // A process that the broker has just forked still has the broker's command line; the oldest is the broker.

@@ -24,7 +24,8 @@ pub use error::LaunchError;
 pub use found::{UnknownBroker, Unrestored};
 
 use self::{found::UnrecordedBroker, record::RunRecord, systemd::Systemd};
-use api::{BROKER_RUN_DIR, RUN_DIR};
+use api::{BROKER_SOCKET_DIR, RUN_DIR};
+use broker::command::RUNDIR;
 use host::{
     Root, cgroup, facts,
     files::FileError,
@@ -62,8 +63,8 @@ pub struct BrokerView {
 pub struct HostPlaces {
     /// Directory of record and lock.
     pub run_dir: PathBuf,
-    /// The broker's rundir.
-    pub broker_run_dir: PathBuf,
+    /// Directory of the broker's socket.
+    pub socket_dir: PathBuf,
     /// The broker's cgroup, relative to the mount of each hierarchy.
     pub cgroup: String,
     /// Path by which this program can be executed again.
@@ -77,7 +78,7 @@ impl HostPlaces {
     pub fn of_host() -> Self {
         Self {
             run_dir: RUN_DIR.into(),
-            broker_run_dir: BROKER_RUN_DIR.into(),
+            socket_dir: BROKER_SOCKET_DIR.into(),
             cgroup: "flux-distribute/broker".to_owned(),
             launcher: "/proc/self/exe".into(),
             systemd: Systemd::of(Path::new("/")),
@@ -107,7 +108,7 @@ pub fn observe(prefix: Option<&Path>) -> BrokerView {
     HostPlaces::of_host().observe(prefix)
 }
 
-/// Removes what a start left on the host outside the prefix: unit, record, rundir, cgroups.
+/// Removes what a start left on the host outside the prefix: unit, record, the socket's directory, cgroups.
 ///
 /// # Errors
 /// If a broker still runs, or something can't be removed; see [`LaunchError`].
@@ -219,7 +220,18 @@ impl HostPlaces {
         if let Some(unknown) = unknown {
             return Err(LaunchError::Unrecorded(unknown));
         }
-        make_broker_run_dir(&self.broker_run_dir, &user).map_err(FileError::on("make", &self.broker_run_dir))?;
+        if self.systemd.is_none() {
+            // Processes that a crashed broker left hold cores that the next broker will allocate, and may write into its rundir.
+            self.kill_left_behind()?;
+        }
+        make_owned_dir(&self.socket_dir, &user).map_err(FileError::on("make", &self.socket_dir))?;
+        // Jobs of a broker that was killed have left their temporary directories there.
+        let rundir = order.prefix.join(RUNDIR);
+        if let Err(error) = remove_all_if_there(&rundir) {
+            // A job of root may have mounted something there.
+            tracing::warn!(%error, path = %rundir.display(), "can't remove what jobs have left");
+        }
+        make_owned_dir(&rundir, &user).map_err(FileError::on("make", &rundir))?;
         let log = log::open(&order.prefix);
         let log = log.map_err(FileError::on("open", &log::path(&order.prefix)))?;
         // A full disk must not prevent a start.
@@ -248,8 +260,6 @@ impl HostPlaces {
                 record.store(&self.run_dir)?;
             }
             None => {
-                // Processes that a crashed broker left hold cores that the next broker will allocate.
-                self.kill_left_behind()?;
                 if let Err(error) = detached::start(order, &self.run_dir, &self.cgroup, &self.launcher, &lock) {
                     let _ = RunRecord::remove(&self.run_dir);
                     return Err(error);
@@ -321,7 +331,7 @@ impl HostPlaces {
             return Ok(());
         }
         RunRecord::remove(&self.run_dir).map_err(FileError::on("remove record in", &self.run_dir))?;
-        remove_all_if_there(&self.broker_run_dir).map_err(FileError::on("remove", &self.broker_run_dir))?;
+        remove_all_if_there(&self.socket_dir).map_err(FileError::on("remove", &self.socket_dir))?;
         record::remove_lock(&self.run_dir).map_err(FileError::on("remove lock in", &self.run_dir))?;
         // Fails if the directory holds other files; then it stays.
         let _ = fs::remove_dir(&self.run_dir);
@@ -375,14 +385,15 @@ fn running(process: Identity, record: RunRecord) -> RunningBroker {
     RunningBroker { pid: process.pid, start_time: process.start_time, systemd: record.systemd, record: record.record }
 }
 
-/// Flux refuses a rundir that its own user does not own. Other users may enter it: the socket checks who they are.
-fn make_broker_run_dir(path: &Path, user: &User) -> io::Result<()> {
+/// Flux refuses a rundir that its own user does not own, and makes its socket in a directory of its own. Other users may enter both: the socket
+/// checks who they are, and each job's directory is closed.
+fn make_owned_dir(path: &Path, user: &User) -> io::Result<()> {
     fs::create_dir_all(path.parent().unwrap_or(path))?;
     let owner = trust::open_unless_user_mounted(path).and_then(|found| Ok(found.metadata()?.uid()));
     // The last broker's user may have mounted something over it, or put a directory in the socket's place, which would end each start.
     if !matches!(owner, Ok(owner) if owner == user.uid) {
         if !matches!(&owner, Err(error) if error.kind() == io::ErrorKind::NotFound) {
-            tracing::warn!(?owner, path = %path.display(), "the broker's rundir can't be used and is made again");
+            tracing::warn!(?owner, path = %path.display(), "a directory of the broker's can't be used and is made again");
         }
         remove_all_if_there(path)?;
         fs::create_dir(path)?;
