@@ -94,7 +94,7 @@ async fn an_agents_token_creates_placeholder_pods_and_no_others() {
             return false;
         }
         words = refused(answer, "another image").1;
-        words.contains("agents' own image")
+        words.contains("the image of DaemonSet install-flux, which is ")
     })
     .await;
     let edits: [Edit; 18] = [
