@@ -7,6 +7,7 @@ pub mod agents;
 pub mod broker_names;
 pub mod broker_toml;
 pub mod conditions;
+pub mod drawing;
 pub mod effect;
 pub mod eligibility;
 pub mod findings;
