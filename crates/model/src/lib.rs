@@ -26,6 +26,7 @@ pub mod obstacle;
 pub mod peers;
 mod places;
 pub mod prefix;
+pub mod preview;
 pub mod project;
 pub mod protect;
 pub mod read;
