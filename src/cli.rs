@@ -1,11 +1,14 @@
 //! The command line.
 
+mod input;
 #[cfg(feature = "kubectl")]
 mod plugin;
+#[cfg(feature = "kubectl")]
+mod render;
 mod validate;
 
 use std::{
-    io::Write,
+    io::{ErrorKind, Write},
     process::ExitCode,
     sync::{Arc, atomic::AtomicU32},
 };
@@ -85,6 +88,9 @@ enum Command {
     Crds,
     /// Check a FluxInstance in a file, and show what applying it would change
     Validate(validate::ValidateArguments),
+    /// Show what an instance of some nodes would be, without a cluster: broker.toml, the tree, a unit, the steps on a node
+    #[cfg(feature = "kubectl")]
+    Render(render::RenderArguments),
     /// Fail unless the agent in this pod is alive; the kubelet's probe
     #[command(hide = true)]
     Probe(agent::ProbeArguments),
@@ -215,6 +221,8 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Report(arguments) => manual_step(ManualStep::Report, arguments),
         Command::Crds => print(&api::crds().map_err(|error| Failure::new(&error))?),
         Command::Validate(arguments) => validate::validate(&arguments),
+        #[cfg(feature = "kubectl")]
+        Command::Render(arguments) => render::render(arguments),
         Command::Probe(arguments) => {
             agent::probe(&arguments).map(|()| ExitCode::SUCCESS).map_err(|error| Failure::new(&error))
         }
@@ -265,6 +273,8 @@ const OURS: [&str; 18] = [
 fn levels(command: &Command) -> (&'static str, &'static str) {
     match command {
         Command::Lock(_) | Command::Bundle(_) | Command::Validate(_) => ("warn", "off"),
+        #[cfg(feature = "kubectl")]
+        Command::Render(_) => ("warn", "off"),
         #[cfg(feature = "local")]
         Command::Local(command) if !command.is_service() => ("warn", "off"),
         _ => ("info", "warn"),
@@ -292,9 +302,13 @@ fn init_tracing(command: &Command) {
     }
 }
 
+/// Writes to stdout. A reader that has seen enough, as `head` has, is no failure.
 fn print(text: &str) -> Result<ExitCode, Failure> {
-    std::io::stdout().write_all(text.as_bytes()).map_err(|error| Failure::new(&error))?;
-    Ok(ExitCode::SUCCESS)
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Failure::new(&error)),
+        _ => Ok(ExitCode::SUCCESS),
+    }
 }
 
 #[cfg(test)]
@@ -340,7 +354,13 @@ mod tests {
             if let Some(output) = command.get_arguments().find(|argument| argument.get_id() == "output") {
                 let words: Vec<_> =
                     output.get_possible_values().iter().map(|word| word.get_name().to_owned()).collect();
-                assert_eq!((output.get_short(), words), (Some('o'), vec!["text".into(), "json".into()]), "{name}");
+                // A tree is drawn, not reported.
+                let expected = if name == "render tree" { &["text", "dot", "svg"][..] } else { &["text", "json"] };
+                assert_eq!(
+                    (output.get_short(), words),
+                    (Some('o'), expected.iter().map(ToString::to_string).collect()),
+                    "{name}"
+                );
             }
         }
         let reporting: Vec<_> = commands
@@ -348,8 +368,17 @@ mod tests {
             .filter(|(_, command)| command.get_arguments().any(|argument| argument.get_id() == "output"))
             .map(|(name, _)| name.as_str())
             .collect();
-        let expected =
-            ["local status", "lock diff", "bundle create", "bundle inspect", "status", "verify", "install", "validate"];
+        let expected = [
+            "local status",
+            "lock diff",
+            "bundle create",
+            "bundle inspect",
+            "status",
+            "verify",
+            "install",
+            "validate",
+            "render tree",
+        ];
         assert_eq!(reporting, expected);
     }
 

@@ -9,7 +9,11 @@ use std::{
 use clap::Args;
 use serde_json::json;
 
-use super::{BAD_INPUT, Failure, print};
+use super::{
+    BAD_INPUT, Failure,
+    input::{is_stdin, shown, text_of},
+    print,
+};
 use api::{Finding, FluxInstanceSpec, by_line};
 use model::{
     effect::{Change, changes},
@@ -95,20 +99,6 @@ fn spec_of(file: &Path) -> Result<FluxInstanceSpec, Failure> {
         writeln!(io::stderr(), "{findings}").map_err(|error| Failure::new(&error))?;
     }
     Ok(spec)
-}
-
-fn text_of(file: &Path) -> Result<String, Failure> {
-    let read = if is_stdin(file) { io::read_to_string(io::stdin()) } else { std::fs::read_to_string(file) };
-    read.map_err(|error| Failure::bad_input(format!("{}: {error}", shown(file).display())))
-}
-
-fn is_stdin(file: &Path) -> bool {
-    file == Path::new("-")
-}
-
-/// The file's name in messages.
-fn shown(file: &Path) -> &Path {
-    if is_stdin(file) { Path::new("stdin") } else { file }
 }
 
 struct Report<'a> {

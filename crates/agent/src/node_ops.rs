@@ -18,7 +18,10 @@ use api::{
     CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, FluxInstanceSpec, PackageSet, Rank, Roster, Uninstall,
     certificate::Certificate,
 };
-use broker::command::{BrokerIdentity, LEAD_STOP_SECS, LIVE_CONFIGURATION, RC1_TASK, connect_script, launch, rc1_task};
+use broker::{
+    command::{BrokerIdentity, LEAD_STOP_SECS, launch},
+    files::{APPLIED, CERTIFICATE, FileTexts, files},
+};
 use cluster::{certificate, published::read_roster, store};
 use host::{
     Root,
@@ -33,7 +36,7 @@ use hostapi::{
     PreflightOrder, RemoveOrder, StateDir, StopOrder, look,
 };
 use locks::estimate_bytes;
-use model::{broker_toml, conditions::CERTIFICATE_IS_GONE, names::live_configuration, tree::topology};
+use model::{broker_toml, conditions::CERTIFICATE_IS_GONE, tree::topology};
 
 /// Seconds from SIGTERM to SIGKILL of a lead whose queue is not needed any more, or is kept while the pod ends. The pod's grace is
 /// 120 s; a lead that needs longer has its queue on disk as of its last checkpoint.
@@ -44,9 +47,6 @@ const REMOVE_GRACE_SECS: u64 = 15;
 /// The same for a follower that gets another rank: it has nothing to write, and one that is cut off from its parent never ends by
 /// itself.
 const FOLLOWER_GRACE_SECS: u64 = 10;
-
-/// The broker's certificate, below the prefix.
-const CERTIFICATE: &str = "etc/curve.cert";
 
 /// Everything that a broker reads at its start.
 pub struct Content {
@@ -180,27 +180,11 @@ impl NodeOps {
         live: bool,
     ) -> Result<(), StepError> {
         let Content { broker_toml, certificate, roster, .. } = content;
-        let file = |path: &str, content: String, mode, broker_owned| HostFile {
-            path: path.into(),
-            content,
-            mode,
-            broker_owned,
-        };
-        let environment = state::environment(&preflight.prefix, &roster.settings.digest);
         let copy =
             serde_json::to_string(roster).map_err(|source| StepError::Serialize { what: "the roster", source })?;
         let owner = resolve_from_pod(&roster.settings.run_as).map_err(HostError::Refused)?;
-        let mut files = vec![
-            file("etc/broker.toml", broker_toml.clone(), 0o644, false),
-            file(CERTIFICATE, certificate.text().to_owned(), 0o600, true),
-            file("etc/roster.json", copy, 0o644, false),
-            file("bin/flux-connect.sh", connect_script(&environment, owner.uid, owner.gid), 0o755, false),
-        ];
-        if assignment.rank == 0 && roster.declares_nodes() {
-            let configuration = live_configuration(roster, &BTreeMap::new())?;
-            files.push(file(LIVE_CONFIGURATION, configuration.to_string(), 0o644, false));
-            files.push(file(RC1_TASK, rc1_task(&preflight.prefix), 0o644, false));
-        }
+        let texts = FileTexts { broker_toml, certificate: certificate.text(), roster: &copy };
+        let files = files(&preflight.prefix, roster, assignment.rank, &texts, &owner)?;
         let order = ConfigureOrder {
             prefix: preflight.prefix.clone(),
             digest: roster.settings.digest.clone(),
@@ -306,7 +290,7 @@ impl NodeOps {
         let order = ConfigureOrder {
             prefix: preflight.prefix.clone(),
             digest: roster.settings.digest.clone(),
-            files: vec![HostFile { path: "etc/applied.json".into(), content, mode: 0o644, broker_owned: false }],
+            files: vec![HostFile { path: APPLIED.into(), content, mode: 0o644, broker_owned: false }],
             run_as: roster.settings.run_as.clone(),
             statedir: None,
             sysctls: BTreeMap::new(),

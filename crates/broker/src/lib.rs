@@ -3,6 +3,7 @@
 //! It talks to a broker and builds the order that starts one; other crates decide when and where a broker starts.
 
 pub mod command;
+pub mod files;
 pub mod job_id;
 pub mod jobs;
 pub mod journal;

@@ -142,6 +142,8 @@ pub(crate) enum TreeFormat {
     Text,
     /// For Graphviz's dot
     Dot,
+    /// A drawing, for a browser
+    Svg,
 }
 
 #[derive(Args, Debug, Clone)]

@@ -99,7 +99,7 @@ mod tests {
             assert_eq!(at(before, last), Expected::Node, "{before:?}");
         }
         assert_eq!(at(&["status", "-o"], ""), words(&["text", "wide", "json", "yaml"]));
-        assert_eq!(at(&["tree", "--output"], "d"), words(&["text", "dot"]));
+        assert_eq!(at(&["tree", "--output"], "d"), words(&["text", "dot", "svg"]));
         assert_eq!(at(&["run", "--"], ""), Expected::Nothing);
         assert_eq!(at(&["scale"], ""), Expected::Nothing);
         let Expected::Words(commands) = at(&[], "") else { panic!("commands") };

@@ -1,5 +1,7 @@
 //! Hostlists (RFC 29), such as `node[1-4,7],login`.
 
+use std::collections::HashSet;
+
 use api::MOST_RANKS;
 
 /// Maximum number of hosts in a decoded list. No instance has more ranks: a longer list is a mistake or an attempt
@@ -27,8 +29,75 @@ pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
 /// leaves out names that are too long for a host. Text that is not a hostlist is read as a name.
 pub fn decode(list: &str) -> Vec<String> {
     let mut hosts = Vec::new();
+    items(list).for_each(|item| decode_item(item, MOST_HOSTS, &mut hosts));
+    hosts
+}
+
+/// Why a text that a person wrote is not a hostlist.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum HostlistError {
+    /// It names no host.
+    #[error("names no host: write a hostlist such as node[1-4,7]")]
+    Empty,
+    /// A part of it is neither a host's name nor a range.
+    #[error("{0:?} is neither a node's name nor a range such as node[1-4,7]")]
+    Part(String),
+    /// It names a host twice.
+    #[error("names {0} twice")]
+    Twice(String),
+    /// No instance has so many ranks.
+    #[error("names more than {MOST_HOSTS} hosts, and no instance has more ranks")]
+    TooLong,
+}
+
+/// Reads a hostlist that a person wrote: as [`decode`], but refuses what that leaves out or takes for a name.
+///
+/// # Errors
+/// [`HostlistError`] names the part that is wrong.
+pub fn parse(list: &str) -> Result<Vec<String>, HostlistError> {
+    let mut hosts = Vec::new();
+    for item in items(list).map(str::trim) {
+        let wrong = || HostlistError::Part(item.to_owned());
+        // Each range by itself, so that one without hosts, such as 4-1, is noticed.
+        let ranges = match item.split_once('[') {
+            Some((prefix, rest)) => {
+                let (ranges, suffix) = rest.split_once(']').ok_or_else(wrong)?;
+                ranges.split(',').map(|range| format!("{prefix}[{range}]{suffix}")).collect()
+            }
+            None => vec![item.to_owned()],
+        };
+        for range in ranges {
+            let before = hosts.len();
+            decode_item(&range, MOST_HOSTS + 1, &mut hosts);
+            match hosts.get(before..) {
+                _ if hosts.len() > MOST_HOSTS => return Err(HostlistError::TooLong),
+                Some([]) | None => return Err(wrong()),
+                Some(new) if !new.iter().all(|host| is_node_name(host)) => return Err(wrong()),
+                Some(_) => {}
+            }
+        }
+    }
+    let mut known = HashSet::new();
+    match hosts.iter().find(|host| !known.insert(host.as_str())) {
+        Some(host) => Err(HostlistError::Twice(host.clone())),
+        None if hosts.is_empty() => Err(HostlistError::Empty),
+        None => Ok(hosts),
+    }
+}
+
+/// True if Kubernetes accepts the name for a Node (a DNS subdomain of RFC 1123, in lower case).
+fn is_node_name(name: &str) -> bool {
+    let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let is_label = |label: &str| {
+        label.starts_with(is_inner) && label.ends_with(is_inner) && label.chars().all(|c| is_inner(c) || c == '-')
+    };
+    name.len() <= LONGEST_HOST && name.split('.').all(is_label)
+}
+
+/// The parts of a hostlist between commas outside of brackets.
+fn items(list: &str) -> impl Iterator<Item = &str> {
     let mut depth = 0_usize;
-    let names = list.split(|c| {
+    let items = list.split(move |c| {
         match c {
             '[' => depth += 1,
             ']' => depth = depth.saturating_sub(1),
@@ -36,28 +105,30 @@ pub fn decode(list: &str) -> Vec<String> {
         }
         c == ',' && depth == 0
     });
-    for name in names.filter(|name| !name.is_empty()) {
-        if hosts.len() >= MOST_HOSTS {
-            break;
-        }
-        match name.split_once('[').and_then(|(prefix, rest)| Some((prefix, rest.split_once(']')?))) {
-            Some((prefix, (_, suffix))) if prefix.len() + suffix.len() > LONGEST_HOST => {}
-            Some((prefix, (ranges, suffix))) => {
-                for range in ranges.split(',') {
-                    let (first, last) = range.split_once('-').unwrap_or((range, range));
-                    let width = first.len();
-                    if let (Ok(first), Ok(last), ..=MOST_DIGITS) = (first.parse::<u64>(), last.parse::<u64>(), width) {
-                        let room = MOST_HOSTS.saturating_sub(hosts.len());
-                        let numbers = (first..=last).take(room);
-                        hosts.extend(numbers.map(|number| format!("{prefix}{number:0width$}{suffix}")));
-                    }
+    items.filter(|item| !item.is_empty())
+}
+
+/// Adds the hosts of one part to `hosts`, until these are as many as `most`.
+fn decode_item(item: &str, most: usize, hosts: &mut Vec<String>) {
+    if hosts.len() >= most {
+        return;
+    }
+    match item.split_once('[').and_then(|(prefix, rest)| Some((prefix, rest.split_once(']')?))) {
+        Some((prefix, (_, suffix))) if prefix.len() + suffix.len() > LONGEST_HOST => {}
+        Some((prefix, (ranges, suffix))) => {
+            for range in ranges.split(',') {
+                let (first, last) = range.split_once('-').unwrap_or((range, range));
+                let width = first.len();
+                if let (Ok(first), Ok(last), ..=MOST_DIGITS) = (first.parse::<u64>(), last.parse::<u64>(), width) {
+                    let room = most.saturating_sub(hosts.len());
+                    let numbers = (first..=last).take(room);
+                    hosts.extend(numbers.map(|number| format!("{prefix}{number:0width$}{suffix}")));
                 }
             }
-            None if name.len() > LONGEST_HOST => {}
-            None => hosts.push(name.to_owned()),
         }
+        None if item.len() > LONGEST_HOST => {}
+        None => hosts.push(item.to_owned()),
     }
-    hosts
 }
 
 /// Hosts that share a prefix. A host whose name doesn't end with a number is a group of its own.
@@ -133,7 +204,33 @@ impl Range {
 
 #[cfg(test)]
 mod tests {
-    use super::{MOST_HOSTS, decode, encode};
+    use super::{HostlistError, MOST_HOSTS, decode, encode, parse};
+
+    #[test]
+    fn a_persons_hostlist_is_read_as_a_brokers_or_refused() {
+        for list in ["node[1-4,7],login", "n1", "n[08-11]", "a.b-c[1-2].example.org", "n1, n2"] {
+            assert_eq!(parse(list), Ok(decode(&list.replace(' ', ""))), "{list}");
+        }
+        let part = |text: &str| HostlistError::Part(text.to_owned());
+        for (list, expected) in [
+            ("", HostlistError::Empty),
+            (",", HostlistError::Empty),
+            ("n[1-x]", part("n[1-x]")),
+            ("n[1-2,x]", part("n[1-2,x]")),
+            ("n[4-1]", part("n[4-1]")),
+            ("n[1-4", part("n[1-4")),
+            ("n1]", part("n1]")),
+            ("n[1-2][3-4]", part("n[1-2][3-4]")),
+            ("a,Node1", part("Node1")),
+            ("a b", part("a b")),
+            ("n[1-3],n2", HostlistError::Twice("n2".to_owned())),
+            ("n[1-16385]", HostlistError::TooLong),
+            ("n[0-18446744073709551615]", HostlistError::TooLong),
+        ] {
+            assert_eq!(parse(list), Err(expected), "{list}");
+        }
+        assert_eq!(parse("n[1-16384]").map(|hosts| hosts.len()), Ok(MOST_HOSTS));
+    }
 
     #[test]
     fn a_few_bytes_do_not_stand_for_a_million_long_names() {

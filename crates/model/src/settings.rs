@@ -4,7 +4,7 @@
 use std::fmt::Display;
 
 use super::{topology::Topology, tree::is_flat};
-use api::{DEFAULT_BROKER_PORT, EpochSettings, FluxInstanceSpec};
+use api::{DEFAULT_BROKER_PORT, EpochSettings, FluxInstanceSpec, MOST_RANKS};
 
 /// Default CPUWeight of the brokers and their jobs. kubepods has a weight in the thousands on a large node, a single
 /// service has 100: with less, jobs would starve beside busy pods.
@@ -64,7 +64,8 @@ pub(crate) fn is_same_user(one: &str, other: &str) -> bool {
 fn max_size(spec: &FluxInstanceSpec, eligible: usize) -> u32 {
     spec.max_size.unwrap_or_else(|| {
         let nodes = u32::try_from(eligible).unwrap_or(u32::MAX).max(spec.size.unwrap_or(0));
-        nodes.saturating_mul(2).max(LEAST_MAX_SIZE)
+        // A roster of more ranks could not be read again.
+        nodes.saturating_mul(2).clamp(LEAST_MAX_SIZE, MOST_RANKS)
     })
 }
 
@@ -158,6 +159,8 @@ mod tests {
             (FluxInstanceSpec::default(), 100, 200),
             (FluxInstanceSpec { size: Some(80), ..Default::default() }, 4, 160),
             (FluxInstanceSpec { max_size: Some(4), ..Default::default() }, 100, 4),
+            (FluxInstanceSpec::default(), 10_000, MOST_RANKS),
+            (FluxInstanceSpec { size: Some(9000), ..Default::default() }, 4, MOST_RANKS),
         ] {
             assert_eq!(settings(&spec, "root", nodes, "d", "c").max_size, expected);
         }
