@@ -188,7 +188,7 @@ fn running_as<'a>(pods: &[&'a PodView], known: Known<'a>) -> BTreeMap<&'a str, &
 }
 
 /// How many pods jobs list for each gang: a pod that replaces one of them takes its slot.
-fn slots<'a>(known: Known<'a>) -> BTreeMap<&'a GangId, u32> {
+fn slots(known: Known<'_>) -> BTreeMap<&GangId, u32> {
     let mut slots = BTreeMap::new();
     known.listed.values().for_each(|gang| *slots.entry(*gang).or_default() += 1);
     slots

@@ -38,6 +38,7 @@ start      once the lead has loaded the resources of this rank, and the broker o
            with systemd: starts flux-broker.service in flux.slice, from /run/systemd/system/flux-broker.service and /run/systemd/system/flux.slice.d/50-flux-distribute.conf
            without: starts the broker in cgroups of its own, outside of the pod's
            writes /opt/flux-distribute/log/broker.log: the broker's log
+           writes /opt/flux-distribute/run: the broker's rundir, with the temporary directories of jobs
 online     waits until the broker answers at local:///run/flux-distribute/broker/local, and is in state run
 ports      the broker connects to 10.0.0.1:8050 (n1)
            TCP 127.0.0.1:8051: the agent's metrics
