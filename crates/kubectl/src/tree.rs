@@ -1,34 +1,38 @@
 //! `kubectl flux tree`: the overlay (TBON), as the roster lays it out, with what Flux does with each rank.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, process::ExitCode};
 
 use crate::{
+    alike::names,
     arguments::TreeFormat,
     error::KubectlError,
     observed::Cluster,
-    overview::{Overview, State, overview},
-    screen::{print, visible},
+    overview::{Attention, Overview, ResourceState, overview},
+    screen::print,
 };
 use api::{IdSet, Rank, Roster};
-use model::{hostlist, tree};
+use base::words::visible;
+use model::tree;
 
 /// Prints the tree.
 ///
 /// # Errors
 /// There is no roster yet, or the API server or the output fails.
-pub(crate) async fn run(cluster: &Cluster, format: TreeFormat) -> Result<(), KubectlError> {
+pub(crate) async fn run(cluster: &Cluster, format: TreeFormat) -> Result<ExitCode, KubectlError> {
     let (observed, roster) = futures::try_join!(cluster.observe(), cluster.roster())?;
-    let none =
-        || KubectlError::State("no node has a rank yet: `kubectl flux status` shows what they wait for".to_owned());
+    let none = || {
+        KubectlError::State("no node has a rank yet: `kubectl flux status` shows what the nodes wait for".to_owned())
+    };
     let branches = Branches::of(&roster.ok_or_else(none)?, &overview(&observed));
     let text = match format {
         TreeFormat::Text => branches.text(),
         TreeFormat::Dot => branches.dot(),
     };
-    Ok(print(&text)?)
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
 }
 
-/// The members, and who connects to whom.
+/// The members, and which rank connects to which.
 struct Branches {
     members: BTreeMap<Rank, Member>,
     children: BTreeMap<Rank, Vec<Rank>>,
@@ -36,18 +40,20 @@ struct Branches {
 
 struct Member {
     node: String,
-    state: State,
+    state: ResourceState,
+    attention: Attention,
 }
 
 impl Branches {
     fn of(roster: &Roster, overview: &Overview) -> Self {
-        let states: BTreeMap<Rank, State> =
-            overview.nodes.iter().filter_map(|node| Some((node.rank?, node.state))).collect();
+        let states: BTreeMap<Rank, _> =
+            overview.nodes.iter().filter_map(|node| Some((node.rank?, (node.state, node.attention)))).collect();
         let entries = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)));
         let members: BTreeMap<Rank, Member> = entries
             .map(|(rank, member)| {
-                let state = states.get(&rank).copied().unwrap_or(State::Unknown);
-                (rank, Member { node: visible(&member.node), state })
+                let unknown = (ResourceState::Unknown, Attention::Look);
+                let (state, attention) = states.get(&rank).copied().unwrap_or(unknown);
+                (rank, Member { node: visible(&member.node), state, attention })
             })
             .collect();
         let mut children: BTreeMap<Rank, Vec<Rank>> = BTreeMap::new();
@@ -86,22 +92,22 @@ impl Branches {
 
     fn line(&self, ranks: &[Rank], depth: usize) -> String {
         let members = || ranks.iter().filter_map(|rank| self.members.get(rank));
-        let names = hostlist::encode(members().map(|member| &member.node));
+        let names = names(members().map(|member| member.node.as_str()));
         let state = members().next().map_or("no member", |member| member.state.word());
         let ranks: IdSet = ranks.iter().copied().collect();
         format!("{:indent$}{ranks} {names} {state}\n", "", indent = 2 * depth)
     }
 
     fn dot(&self) -> String {
-        let colour = |state: State| match state {
-            State::Down => "red",
-            State::Drained | State::Draining => "orange",
-            State::Unknown | State::NoRank => "gray",
-            State::Free | State::Allocated => "green",
+        let colour = |attention: Attention| match attention {
+            Attention::Nothing => "green",
+            Attention::Look => "orange",
+            Attention::Act => "red",
         };
         let quoted = |text: &str| text.replace('\\', "\\\\").replace('"', "\\\"");
-        let nodes = self.members.iter().map(|(rank, Member { node, state })| {
-            format!("  {rank} [label=\"{rank}\\n{}\\n{}\", color={}];\n", quoted(node), state.word(), colour(*state))
+        let nodes = self.members.iter().map(|(rank, Member { node, state, attention })| {
+            let (node, state, colour) = (quoted(node), state.word(), colour(*attention));
+            format!("  {rank} [label=\"{rank}\\n{node}\\n{state}\", color={colour}];\n")
         });
         let edges = self
             .children
@@ -115,9 +121,11 @@ impl Branches {
 mod tests {
     use super::*;
 
-    fn branches(states: &[(Rank, &str, State)], parents: &[(Rank, Rank)]) -> Branches {
-        let members =
-            states.iter().map(|(rank, node, state)| (*rank, Member { node: (*node).to_owned(), state: *state }));
+    fn branches(states: &[(Rank, &str, ResourceState)], parents: &[(Rank, Rank)]) -> Branches {
+        let members = states.iter().map(|(rank, node, state)| {
+            let attention = if *state == ResourceState::Down { Attention::Act } else { Attention::Nothing };
+            (*rank, Member { node: (*node).to_owned(), state: *state, attention })
+        });
         let mut children: BTreeMap<Rank, Vec<Rank>> = BTreeMap::new();
         for (child, parent) in parents {
             children.entry(*parent).or_default().push(*child);
@@ -127,7 +135,7 @@ mod tests {
 
     #[test]
     fn leaves_that_are_alike_share_a_line() {
-        use State::{Allocated, Down, Free};
+        use ResourceState::{Allocated, Down, Free};
         let tree = branches(
             &[
                 (0, "n1", Free),
@@ -150,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_name_can_add_nothing_to_the_graph() {
-        let tree = branches(&[(0, "a\"]; x [label=\"", State::Down)], &[]);
+        let tree = branches(&[(0, "a\"]; x [label=\"", ResourceState::Down)], &[]);
         assert_eq!(
             tree.dot(),
             "digraph flux {\n  node [shape=box];\n  0 [label=\"0\\na\\\"]; x [label=\\\"\\ndown\", color=red];\n}\n"
