@@ -1,5 +1,9 @@
 //! The program under the name `kubectl-flux`, against the API server of local mode. A script stands in for kubectl.
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test that can't go on fails, and one says how long it took"
+)]
 
 mod apiserver_support;
 
