@@ -2,7 +2,7 @@
 # The steps of a release, as .github/workflows/release.yml runs them one after the other. The files of the release are made in
 # target/release-files.
 #
-#   scripts/release.sh check TAG       fails unless the tag, Cargo.toml and CHANGELOG.md name the same version
+#   scripts/release.sh version TAG     fails unless the tag, Cargo.toml and CHANGELOG.md name the same version
 #   scripts/release.sh build [IMAGE]   the program, taken out of the image that this machine's architecture gets; pushes that image
 #                                      as IMAGE without a tag
 #   scripts/release.sh sign IMAGE      joins the pushed images as IMAGE:VERSION, signs it, writes the other files and signs them
@@ -23,7 +23,7 @@ notes() {
     awk -v heading="## [$version]" '/^## / { here = index($0, heading) == 1; next } here' CHANGELOG.md
 }
 
-check() { # TAG
+check_version() { # TAG
     [ "$1" = "v$version" ] || fail "the tag is $1, but the version in Cargo.toml is $version"
     [ -n "$(notes)" ] || fail "CHANGELOG.md has no section [$version]"
 }
@@ -77,7 +77,7 @@ publish() {
 }
 
 case ${1:-} in
-    check) check "${2:?which tag?}" ;;
+    version) check_version "${2:?which tag?}" ;;
     build) build "${2:-}" ;;
     sign) sign "${2:?which image?}" ;;
     publish) publish ;;

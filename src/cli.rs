@@ -113,8 +113,7 @@ pub fn main() -> ExitCode {
     }
     let arguments = Arguments::parse();
     if holds_keys(&arguments.command) {
-        // A process without this protection is better than none.
-        let _ = host::core_dump::forbid();
+        forbid_cores();
     }
     // Both are single-threaded processes on the host: no runtime, no TLS, and stdout carries their replies.
     match arguments.command {
@@ -128,19 +127,26 @@ pub fn main() -> ExitCode {
     }
     init_tracing(&arguments.command);
     install_crypto();
-    match run(arguments.command) {
-        Ok(code) => code,
-        Err(failure) => {
-            // A closed stderr has no reader, so there is no way to report that.
-            let _ = writeln!(std::io::stderr(), "flux-distribute: {}", failure.message);
-            failure.code
-        }
-    }
+    exit_code("flux-distribute", run(arguments.command))
+}
+
+/// The exit code of a command; prints why it failed, after the name by which the user called the program.
+fn exit_code(name: &str, done: Result<ExitCode, Failure>) -> ExitCode {
+    done.unwrap_or_else(|failure| {
+        // A closed stderr has no reader, so there is no way to report that.
+        let _ = writeln!(std::io::stderr(), "{name}: {}", failure.message);
+        failure.code
+    })
 }
 
 /// rustls has no default provider in this build; only the first call of a process does anything.
 fn install_crypto() {
     let _ = rustls::crypto::ring::default_provider().install_default();
+}
+
+/// Keeps what this process holds out of core dumps. A process without this protection is better than none.
+fn forbid_cores() {
+    let _ = host::core_dump::forbid();
 }
 
 /// True for a command that may hold a key or a token, so that a core of it must not be kept. The others start programs
@@ -302,10 +308,9 @@ fn init_tracing(command: &Command) {
     }
 }
 
-/// Writes to stdout. A reader that has seen enough, as `head` has, is no failure.
+/// Prints an answer. A reader that has gone away, as `head` does, has seen enough.
 fn print(text: &str) -> Result<ExitCode, Failure> {
-    let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    match base::process::print(text) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Failure::new(&error)),
         _ => Ok(ExitCode::SUCCESS),
     }

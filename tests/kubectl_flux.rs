@@ -1,5 +1,9 @@
 //! The program under the name `kubectl-flux`, against the API server of local mode. A script stands in for kubectl.
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test that can't go on fails, and one says how long it took"
+)]
 
 mod apiserver_support;
 
@@ -96,13 +100,13 @@ impl Bed {
         (status.code().unwrap(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
     }
 
-    /// What kubectl is called with, after the namespace.
-    async fn through_kubectl(&self, arguments: &[&str]) -> Vec<String> {
-        let (code, said, complaints) = self.run(arguments).await;
-        assert_eq!((code, complaints.as_str()), (7, ""), "{arguments:?}: kubectl's exit code is the command's");
+    /// What kubectl is called with, after the namespace and the context; and what was said on stderr.
+    async fn through_kubectl(&self, arguments: &[&str]) -> (Vec<String>, String) {
+        let (code, said, remarks) = self.run(arguments).await;
+        assert_eq!(code, 7, "{arguments:?}: kubectl's exit code is the command's: {remarks}");
         let words: Vec<_> = said.lines().map(str::to_owned).collect();
-        assert_eq!(words[..2], ["--namespace", "flux-distribute"]);
-        words[2..].to_vec()
+        assert_eq!(words[..4], ["--namespace", "flux-distribute", "--context", "local"]);
+        (words[4..].to_vec(), remarks)
     }
 }
 
@@ -148,7 +152,7 @@ async fn a_reader_that_has_seen_enough_is_no_failure() {
 async fn what_cant_work_is_one_sentence_with_the_remedy() {
     let bed = Bed::new(0).await;
     for (arguments, code, expected) in [
-        (&["status"][..], 1, "there is no FluxInstance flux in namespace flux-distribute: apply"),
+        (&["status"][..], 1, "there is no FluxInstance flux in namespace flux-distribute: check"),
         (
             &["--kubeconfig", "/nowhere", "status"],
             2,
@@ -157,7 +161,7 @@ async fn what_cant_work_is_one_sentence_with_the_remedy() {
         (&["--context", "other", "status"], 2, "no cluster to speak to"),
         (&["scale", "many"], 2, "invalid value 'many'"),
         (&["run"], 2, "required"),
-        (&["connect", "n9"], 2, "no agent runs on node n9"),
+        (&["connect", "n9"], 1, "no agent runs on node n9"),
     ] {
         let (found, printed, complaint) = bed.run(arguments).await;
         assert_eq!((found, printed.as_str()), (code, ""), "{arguments:?}: {complaint}");
@@ -174,31 +178,42 @@ async fn what_needs_flux_runs_in_the_agents_pod_with_the_same_cluster() {
     bed.agent("n1").await;
     bed.agent("n2").await;
     let on = |pod: &str, command: &[&str]| {
-        let mut words = vec!["exec", "--stdin", pod, "--container=agent", "--", "/flux-distribute", "connect"];
+        // Only a person's own command may read what is typed.
+        let reads = command.is_empty() || pod == "install-flux-n2";
+        let mut words = if reads { vec!["exec", "--stdin"] } else { vec!["exec"] };
+        words.extend([pod, "--container=agent", "--", "/flux-distribute", "connect"]);
         words.extend(command);
         words.into_iter().map(str::to_owned).collect::<Vec<_>>()
     };
     let (lead, second) = ("install-flux-n1", "install-flux-n2");
-    for (arguments, expected) in [
-        (&["connect"][..], on(lead, &[])),
-        (&["connect", "n2"], on(second, &[])),
+    for (arguments, expected, remark) in [
+        (&["connect"][..], on(lead, &[]), "on n1, the lead\n"),
+        (&["connect", "n2"], on(second, &[]), ""),
         (
             &["run", "--node", "n2", "--", "flux", "run", "-N2", "hostname"],
             on(second, &["--", "flux", "run", "-N2", "hostname"]),
+            "",
         ),
-        (&["jobs", "-a"], on(lead, &["--", "flux", "jobs", "-a"])),
-        (&["drain", "n[2-3]", "bad", "disk"], on(lead, &["--", "flux", "resource", "drain", "--", "1-2", "bad disk"])),
-        (&["undrain", "n2"], on(lead, &["--", "flux", "resource", "undrain", "1"])),
-        (&["pause"], on(lead, &["--", "flux", "queue", "stop", "--all", "--message=kubectl flux pause"])),
-        (&["resume"], on(lead, &["--", "flux", "queue", "start", "--all"])),
+        (&["jobs", "-a"], on(lead, &["--", "flux", "jobs", "-a"]), ""),
+        (
+            &["drain", "n[2-3]", "bad", "disk"],
+            on(lead, &["--", "flux", "resource", "drain", "--", "1-2", "bad disk"]),
+            "n2 (rank 1), n3 (rank 2)\n",
+        ),
+        (&["undrain", "n1"], on(lead, &["--", "flux", "resource", "undrain", "0"]), "n1 (rank 0, the lead)\n"),
+        (&["pause"], on(lead, &["--", "flux", "queue", "stop", "--all", "--message=kubectl flux pause"]), ""),
+        (&["resume"], on(lead, &["--", "flux", "queue", "start", "--all"]), ""),
     ] {
-        assert_eq!(bed.through_kubectl(arguments).await, expected, "{arguments:?}");
+        assert_eq!(bed.through_kubectl(arguments).await, (expected, remark.to_owned()), "{arguments:?}");
     }
-    let logs = bed.through_kubectl(&["logs", "n2", "-f", "--tail", "5"]).await;
+    let (logs, _) = bed.through_kubectl(&["logs", "n2", "-f", "--tail", "5"]).await;
     assert_eq!(logs, ["logs", second, "--container=agent", "--follow", "--tail=5"]);
     let file = bed.home.path().join("kubeconfig");
-    let named = bed.through_kubectl(&["--kubeconfig", file.to_str().unwrap(), "--context", "local", "jobs"]).await;
-    assert_eq!(named[..4], ["--kubeconfig", file.to_str().unwrap(), "--context", "local"]);
+    let (_, named, _) = bed.run(&["--kubeconfig", file.to_str().unwrap(), "jobs"]).await;
+    let named: Vec<_> = named.lines().skip(2).take(4).collect();
+    assert_eq!(named, ["--kubeconfig", file.to_str().unwrap(), "--context", "local"]);
+    let (code, _, complaint) = bed.run(&["drain", "n1", "n2"]).await;
+    assert!(code == 2 && complaint.contains("n2 is a node, and would be the reason"), "{complaint}");
     let (code, _, complaint) = bed.run(&["drain", "n9", "why"]).await;
     assert!(code == 2 && complaint.contains("there is no FluxNode n9"), "{complaint}");
     fs::remove_file(bed.home.path().join("kubectl")).unwrap();
@@ -225,7 +240,7 @@ async fn scale_says_what_the_planner_made_of_it() {
     };
     let ((code, said, complaint), ()) = tokio::join!(bed.run(&["scale", "5"]), planner);
     assert_eq!((code, complaint.as_str()), (0, ""));
-    assert!(said.starts_with("the instance shall have 5 nodes: maxSize is 4\n"), "{said}");
+    assert!(said.starts_with("spec.size is now 5. maxSize is 4\n"), "{said}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -259,6 +274,28 @@ async fn a_doctor_names_what_is_wrong_and_fails() {
     let checks: Value = serde_json::from_str(&bed.run(&["doctor", "-o", "json"]).await.1).unwrap();
     let subjects: Vec<_> = checks.as_array().unwrap().iter().map(|check| check["subject"].as_str().unwrap()).collect();
     assert_eq!(subjects, ["Kubernetes", "agents", "planner", "FluxInstance", "versions", "nodes"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_uninstall_goes_to_the_cluster_it_began_with() {
+    let bed = Bed::new(0).await;
+    let kubeconfig = bed.home.path().join("kubeconfig");
+    let (code, _, complaint) = bed.run(&["uninstall"]).await;
+    assert!(code == 2 && complaint.contains("There is no FluxInstance"), "{complaint}");
+    assert!(complaint.contains("context local, server https://"), "{complaint}");
+    // The first kubectl call is a probe; a failing delete ends the command.
+    let (code, said, complaint) = bed.run(&["uninstall", "--yes"]).await;
+    assert!(code == 7 && said.contains("all hosts are clean\n"), "{said}{complaint}");
+    assert!(said.contains("--context\nlocal\ndelete\n--ignore-not-found\n--timeout=600s\n"), "{said}");
+    // This kubectl changes the kubeconfig, as somebody may who logs in elsewhere meanwhile.
+    let change = format!(
+        "#!/bin/sh\nexec /bin/sed -i 's|server: *https://|server: https://other.|;s|\"server\": *\"https://|&other.|' {}\n",
+        kubeconfig.display()
+    );
+    fs::write(bed.home.path().join("kubectl"), change).unwrap();
+    let (code, said, complaint) = bed.run(&["uninstall", "--yes"]).await;
+    assert!(code == 1 && !said.contains("delete"), "{said}{complaint}");
+    assert!(complaint.contains("the kubeconfig has changed"), "{complaint}");
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! This program under the name by which kubectl finds it: `kubectl flux` runs `kubectl-flux`.
 
-use std::{io::Write, path::Path, process::ExitCode};
+use std::{path::Path, process::ExitCode};
 
 use clap::Parser;
 
-use super::{Failure, block_on, install_crypto, print};
+use super::{Failure, block_on, exit_code, forbid_cores, install_crypto, print};
 
 /// The name of a plugin (kubectl's documentation, "Extend kubectl with plugins").
 const NAME: &str = "kubectl-flux";
@@ -22,23 +22,26 @@ pub(super) fn main() -> Option<ExitCode> {
     }
 }
 
-fn complete() -> ExitCode {
+/// A kubeconfig holds tokens and keys, and kubectl, which reads it too, inherits the protection.
+fn prepare() {
+    forbid_cores();
     install_crypto();
+}
+
+fn complete() -> ExitCode {
+    prepare();
     let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
-    block_on(async { print(&kubectl::complete(&words).await) }).unwrap_or(ExitCode::FAILURE)
+    exit_code(COMPLETES, print(&kubectl::complete(&words)))
 }
 
 fn command() -> ExitCode {
     let arguments = kubectl::Arguments::parse();
-    install_crypto();
+    prepare();
     let done = block_on(async {
         match kubectl::run(arguments).await {
             Err(error) if error.is_closed_output() => Ok(ExitCode::SUCCESS),
             done => done.map_err(|error| Failure { message: error.text(), code: error.exit_code().into() }),
         }
     });
-    done.unwrap_or_else(|failure| {
-        let _ = writeln!(std::io::stderr(), "kubectl flux: {}", failure.message);
-        failure.code
-    })
+    exit_code("kubectl flux", done)
 }

@@ -1,4 +1,4 @@
-//! What of the Helm chart in deploy/chart comes from deploy/parts, deploy/pods.yaml and the CRDs: its templates, and the schema of its
+//! Makes the generated files of the Helm chart from deploy/parts, deploy/pods.yaml and the CRDs: its templates, and the schema of its
 //! values.
 
 use api::{FluxInstance, crds};

@@ -48,6 +48,12 @@ pub const INSTANCE: &str = "flux";
 pub const SCHEDULER: &str = "flux";
 /// The DaemonSet that runs the agents, except those on control planes; and label `app` of all of them.
 pub const DAEMONSET: &str = "install-flux";
+/// The DaemonSet that runs the agents on control planes.
+pub const DAEMONSET_CONTROL_PLANES: &str = "install-flux-control-planes";
+/// Label selector of the agents' pods, those on control planes too.
+pub const AGENT_SELECTOR: &str = "app=install-flux";
+/// The container in an agent's pod.
+pub const AGENT_CONTAINER: &str = "agent";
 /// ConfigMap from which the planner creates the first [`FluxInstance`], once.
 pub const CONFIGMAP_DEFAULT: &str = "flux-default";
 /// Key in [`CONFIGMAP_DEFAULT`] that holds the FluxInstance's spec as YAML.

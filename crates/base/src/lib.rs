@@ -1,8 +1,10 @@
-//! What every crate may use: errors as sentences, words for counts, chance, and a log without secrets.
+//! What every crate may use: errors as sentences, words for messages, how a process prints and ends,
+//! chance, and a log without secrets.
 //!
 //! It knows nothing of this project's objects, of Kubernetes, of hosts, or of packages.
 
 pub mod chance;
+pub mod process;
 pub mod redact;
 pub mod words;
 

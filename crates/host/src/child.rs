@@ -2,8 +2,7 @@
 
 use std::{
     io::{self, ErrorKind, Read},
-    os::unix::process::ExitStatusExt,
-    process::{Child, ExitCode, ExitStatus},
+    process::{Child, ExitStatus},
     sync::{
         Arc, Mutex, PoisonError,
         mpsc::{Receiver, channel},
@@ -92,14 +91,4 @@ impl Kept {
 /// True if a program could not be started because it is not built for this processor.
 pub fn is_of_another_architecture(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::ENOEXEC as i32)
-}
-
-/// Exit code as in a shell: 128 + signal if it was killed.
-pub fn code(status: ExitStatus) -> i32 {
-    status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(255)
-}
-
-/// The exit code with which to pass on how a program ended: 128 + signal if it was killed, as in a shell.
-pub fn exit_code(status: ExitStatus) -> ExitCode {
-    ExitCode::from(u8::try_from(code(status)).unwrap_or(u8::MAX))
 }

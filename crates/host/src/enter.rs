@@ -2,9 +2,9 @@ use std::{collections::BTreeMap, ffi::OsString, io, path::Path, process::ExitCod
 
 use super::{
     boundary::{HOST_PATH, enter_command, ignore_terminal_signals, own_env},
-    child::exit_code,
     users::User,
 };
+use base::process::exit_code;
 
 /// Runs a program of the host in the host's namespaces with our own stdin, stdout and stderr, and waits for it.
 ///

@@ -43,7 +43,6 @@ pub mod users;
 mod needs;
 
 pub use boundary::{HOST_PATH, NsHost};
-pub use child::exit_code;
 pub use enter::enter;
 pub use lock::HostLock;
 pub use occupants::{BrokerProcesses, Occupant, occupants};

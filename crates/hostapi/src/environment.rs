@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use base::words::visible;
+
 /// The result of checking one environment.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 #[serde(rename_all = "camelCase")]
@@ -67,7 +69,7 @@ impl std::fmt::Display for What {
 impl std::fmt::Display for Difference {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         // A name may hold anything, and must stay one line.
-        write!(f, "{} {}", self.what, self.path.to_string_lossy().replace(char::is_control, "?"))
+        write!(f, "{} {}", self.what, visible(&self.path.to_string_lossy()))
     }
 }
 

@@ -49,9 +49,9 @@ pub(crate) enum Command {
     Status(StatusOptions),
     /// Show the tree in which the brokers connect, with the state of each
     Tree(TreeOptions),
-    /// Check everything, and name the remedy for what is wrong; exit code 1 if something is
+    /// Check everything, and name the remedy for what is wrong; exit code 1 if something is, or can't be checked
     Doctor(DoctorOptions),
-    /// Write what helps to help you into one archive, without secrets
+    /// Pack objects, Events and logs into one archive for whoever helps you; secrets are masked
     SupportBundle(SupportOptions),
     /// Open a shell in the Flux instance, on the lead or on NODE
     Connect {
@@ -92,10 +92,10 @@ pub(crate) enum Command {
     Pause,
     /// Start jobs again
     Resume,
-    /// Change the number of nodes that the instance shall have
+    /// Set spec.size: how many nodes may take part
     Scale {
         /// How many; a node that leaves is drained first
-        nodes: u32,
+        size: u32,
     },
     /// Show what the next coordinated restart brings, and what it waits for
     Upgrade {
@@ -171,7 +171,7 @@ pub(crate) struct LogsOptions {
     /// The last so many lines; by default all
     #[arg(long, value_name = "LINES")]
     pub tail: Option<u32>,
-    /// The log of the pod's container before, which has ended
+    /// The log of the container that ran before the last restart
     #[arg(long, short)]
     pub previous: bool,
 }
@@ -179,8 +179,8 @@ pub(crate) struct LogsOptions {
 #[derive(Args, Debug, Clone)]
 pub(crate) struct SupportOptions {
     /// The archive to write; by default flux-support-TIME.tar.gz in this directory
-    #[arg(long, short)]
-    pub file: Option<PathBuf>,
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
     /// The logs of all agents, instead of at most 30: the lead's, those of nodes with trouble, and others
     #[arg(long)]
     pub all_logs: bool,

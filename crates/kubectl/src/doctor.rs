@@ -10,16 +10,21 @@ use k8s_openapi::{
 use serde::Serialize;
 
 use crate::{
+    alike::{alike, names},
     arguments::DoctorFormat,
-    error::KubectlError,
-    observed::{Cluster, Observed, Surroundings},
-    overview::{Overview, State, overview},
-    screen::{Look, cell, json, print, table, width, word},
+    error::{KubectlError, chain},
+    observed::{Cluster, DoctorInputs, Observed},
+    overview::{Attention, Node, Overview, overview},
+    screen::{Colour, Screen, cell, json, plain, print, table, word},
 };
-use api::{DAEMONSET, InstancePhase, LEASE_PLANNER, NAMESPACE, NodePhase};
-use base::{error_chain, words::many};
+use api::{DAEMONSET, LEASE_PLANNER, NAMESPACE};
+use base::words::many;
 use cluster::{ApiError, clock};
-use model::{agents::AgentPod, hostlist, kubernetes::unsupported, obstacle::Obstacle};
+use model::{
+    agents::{AgentPod, by_node},
+    kubernetes::unsupported,
+    obstacle::Obstacle,
+};
 
 /// A planner renews its Lease every two seconds or so; another agent takes over within some ten, or minutes if there are thousands.
 const PLANNER_IS_GONE: Duration = Duration::from_mins(3);
@@ -43,65 +48,69 @@ pub(crate) struct Check {
 pub(crate) enum Verdict {
     Good,
     /// It may pass by itself, or matters little.
-    Notice,
+    #[serde(rename = "notice")]
+    Minor,
     /// It could not be checked.
     Unknown,
     /// Somebody has to do something.
     Problem,
 }
 
-/// Prints all checks. The exit code is 1 if one of them found a problem.
+impl From<Attention> for Verdict {
+    fn from(attention: Attention) -> Self {
+        match attention {
+            Attention::Nothing => Self::Good,
+            Attention::Look => Self::Minor,
+            Attention::Act => Self::Problem,
+        }
+    }
+}
+
+/// Prints all checks. The exit code is 1 if one of them found a problem, or could not be made.
 ///
 /// # Errors
 /// The output can't be written. What the API server refuses is a finding.
 pub(crate) async fn run(cluster: &Cluster, format: DoctorFormat) -> Result<ExitCode, KubectlError> {
-    let checks = checks(&cluster.surroundings().await, clock::now());
+    let checks = checks(&cluster.doctor_inputs().await, clock::now());
     print(&match format {
         DoctorFormat::Json => json(&checks)?,
-        DoctorFormat::Text => text(&checks, width()),
+        DoctorFormat::Text => text(&checks, Screen::stdout()),
     })?;
-    let is_bad = checks.iter().any(|check| check.verdict == Verdict::Problem);
+    let is_bad = checks.iter().any(|check| matches!(check.verdict, Verdict::Problem | Verdict::Unknown));
     Ok(if is_bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// For people, at most `width` columns wide.
-pub(crate) fn text(checks: &[Check], width: u16) -> String {
+/// For people.
+pub(crate) fn text(checks: &[Check], screen: Screen) -> String {
     let rows = checks.iter().flat_map(|Check { subject, verdict, found, remedy }| {
-        let (word, look) = match verdict {
-            Verdict::Good => ("ok", Look::Good),
-            Verdict::Notice => ("notice", Look::Unusual),
-            Verdict::Unknown => ("unknown", Look::Unusual),
-            Verdict::Problem => ("PROBLEM", Look::Bad),
+        let (word, colour) = match verdict {
+            Verdict::Good => ("ok", Colour::Green),
+            Verdict::Minor => ("notice", Colour::Yellow),
+            Verdict::Unknown => ("unknown", Colour::Yellow),
+            Verdict::Problem => ("PROBLEM", Colour::Red),
         };
-        let first = vec![cell(word, look), cell(subject, Look::Plain), cell(found, Look::Plain)];
-        let second = remedy.as_ref().map(|remedy| {
-            vec![cell("", Look::Plain), cell("", Look::Plain), cell(format!("remedy: {remedy}"), Look::Plain)]
-        });
+        let first = vec![cell(word, colour), plain(subject), plain(found)];
+        let second = remedy.as_ref().map(|remedy| vec![plain(""), plain(""), plain(format!("remedy: {remedy}"))]);
         std::iter::once(first).chain(second)
     });
-    table(rows, Some(width))
+    table(rows, screen)
 }
 
 /// Everything that may be wrong, by what was found at `now`.
-pub(crate) fn checks(seen: &Surroundings, now: Timestamp) -> Vec<Check> {
+pub(crate) fn checks(seen: &DoctorInputs, now: Timestamp) -> Vec<Check> {
     let mut checks = vec![version(&seen.version)];
-    let observed = match &seen.observed {
-        Ok(observed) => observed,
-        Err(error) => {
-            checks.push(Check::problem("FluxInstance", error_chain(error), None));
-            checks.push(agents(&seen.daemonset, &seen.agents));
-            return checks;
+    checks.extend(agents(&seen.daemonset, &seen.control_planes, &seen.agents));
+    checks.push(planner(&seen.planner, now));
+    match &seen.observed {
+        Ok(observed) => {
+            let overview = overview(observed);
+            checks.extend([instance(&overview), versions(observed)]);
+            checks.extend(notices(&overview));
+            checks.extend(nodes(&overview));
         }
-    };
-    let overview = overview(observed);
-    checks.extend([
-        agents(&seen.daemonset, &seen.agents),
-        planner(&seen.planner, now),
-        instance(&overview),
-        versions(observed),
-    ]);
-    checks.extend(notices(&overview));
-    checks.extend(nodes(&overview));
+        Err(error @ KubectlError::NoInstance) => checks.push(Check::problem("FluxInstance", chain(error), None)),
+        Err(error) => checks.push(Check::unknown("FluxInstance", error)),
+    }
     checks
 }
 
@@ -118,8 +127,8 @@ impl Check {
         Self { remedy, ..Self::new(subject, Verdict::Problem, found) }
     }
 
-    fn unknown(subject: &str, error: &ApiError) -> Self {
-        Self::new(subject, Verdict::Unknown, error_chain(error))
+    fn unknown(subject: &str, error: &(dyn std::error::Error + 'static)) -> Self {
+        Self::new(subject, Verdict::Unknown, chain(error))
     }
 }
 
@@ -136,37 +145,43 @@ fn version(version: &Result<Info, ApiError>) -> Check {
     }
 }
 
-/// Whether the pods of the agents run. Those of DaemonSet install-flux-control-planes are among the pods.
-fn agents(daemonset: &Result<Option<DaemonSet>, ApiError>, agents: &Result<Vec<AgentPod>, ApiError>) -> Check {
+/// Whether the pods of the agents run, with a check for each reason why some don't. Those of DaemonSet install-flux-control-planes
+/// are among the pods.
+fn agents(
+    daemonset: &Result<Option<DaemonSet>, ApiError>,
+    control_planes: &Result<Option<DaemonSet>, ApiError>,
+    agents: &Result<Vec<AgentPod>, ApiError>,
+) -> Vec<Check> {
     const SUBJECT: &str = "agents";
-    let (daemonset, agents) = match (daemonset, agents) {
-        (Ok(daemonset), Ok(agents)) => (daemonset, agents),
-        (Err(error), _) | (_, Err(error)) => return Check::unknown(SUBJECT, error),
+    let (daemonset, control_planes, agents) = match (daemonset, control_planes, agents) {
+        (Ok(daemonset), Ok(control_planes), Ok(agents)) => (daemonset, control_planes, agents),
+        (Err(error), ..) | (_, Err(error), _) | (.., Err(error)) => return vec![Check::unknown(SUBJECT, error)],
     };
     let Some(daemonset) = daemonset else {
         let found = format!("there is no DaemonSet {DAEMONSET}: nothing watches over the brokers");
-        return Check::problem(SUBJECT, found, Some("apply deploy/daemonset-installer.yaml".to_owned()));
+        return vec![Check::problem(SUBJECT, found, Some("apply deploy/daemonset-installer.yaml".to_owned()))];
     };
-    // An evicted pod's object stays beside the pod that replaced it.
-    let runs = |node: &str| agents.iter().any(|agent| agent.node == node && agent.down.is_none());
-    let mut down: Vec<&AgentPod> = agents.iter().filter(|agent| !runs(&agent.node)).collect();
-    down.sort_by_key(|agent| &agent.node);
-    let wanted = daemonset.status.as_ref().map_or(0, |status| status.desired_number_scheduled);
-    let missing = usize::try_from(wanted).unwrap_or(0).saturating_sub(agents.len());
-    match down.first() {
-        Some(first) => {
-            let nodes = hostlist::encode(down.iter().map(|agent| &agent.node));
-            let why = first.down.as_deref().unwrap_or_default();
-            let remedy = format!("kubectl -n {NAMESPACE} describe pod {}", first.name);
-            Check::problem(SUBJECT, format!("no agent runs on {nodes}: {why}"), Some(remedy))
-        }
-        None if missing > 0 => {
-            let found = format!("{} not there yet", many(missing as u64, "pod"));
-            let remedy = format!("kubectl -n {NAMESPACE} describe daemonset {DAEMONSET}");
-            Check::problem(SUBJECT, found, Some(remedy))
-        }
-        None => Check::good(SUBJECT, format!("{} running", many(agents.len() as u64, "agent"))),
+    let agents = by_node(agents);
+    let down = agents.values().filter_map(|agent| Some((agent.down.as_deref()?, agent)));
+    let mut checks = Vec::new();
+    for (why, group) in alike(down, |(why, _)| *why) {
+        let nodes = names(group.iter().map(|(_, agent)| agent.node.as_str()));
+        let remedy = group.first().map(|(_, agent)| format!("kubectl -n {NAMESPACE} describe pod {}", agent.name));
+        checks.push(Check::problem(SUBJECT, format!("no agent runs on {nodes}: {why}"), remedy));
     }
+    let statuses =
+        [Some(daemonset), control_planes.as_ref()].into_iter().flatten().filter_map(|set| set.status.as_ref());
+    let wanted: i32 = statuses.map(|status| status.desired_number_scheduled).sum();
+    let missing = usize::try_from(wanted).unwrap_or(0).saturating_sub(agents.len());
+    if missing > 0 {
+        let found = format!("{} not there yet", many(missing as u64, "pod"));
+        let remedy = format!("kubectl -n {NAMESPACE} describe daemonset {DAEMONSET}");
+        checks.push(Check::problem(SUBJECT, found, Some(remedy)));
+    }
+    if checks.is_empty() {
+        checks.push(Check::good(SUBJECT, format!("{} running", many(agents.len() as u64, "agent"))));
+    }
+    checks
 }
 
 /// Whether somebody plans.
@@ -195,14 +210,7 @@ fn planner(lease: &Result<Option<Lease>, ApiError>, now: Timestamp) -> Check {
 fn instance(overview: &Overview) -> Check {
     let instance = &overview.instance;
     let message = instance.message.as_deref().unwrap_or("no planner has looked at it yet");
-    let verdict = match instance.phase {
-        InstancePhase::Running => Verdict::Good,
-        InstancePhase::Degraded | InstancePhase::Failed | InstancePhase::Ignored => Verdict::Problem,
-        InstancePhase::Pending | InstancePhase::Starting | InstancePhase::Restarting | InstancePhase::Other(_) => {
-            Verdict::Notice
-        }
-    };
-    Check::new("FluxInstance", verdict, format!("{}: {message}", word(&instance.phase)))
+    Check::new("FluxInstance", instance.attention.into(), format!("{}: {message}", word(&instance.phase)))
 }
 
 /// Agents of two versions work beside each other, but not for ever.
@@ -213,8 +221,8 @@ fn versions(observed: &Observed) -> Check {
     versions.sort_unstable();
     versions.dedup();
     if !observed.unreadable.is_empty() {
-        let names = hostlist::encode(&observed.unreadable);
-        let found = format!("this program can't read the FluxNodes {names}: another version has written them");
+        let unreadable = names(observed.unreadable.iter().map(String::as_str));
+        let found = format!("this program can't read the FluxNodes {unreadable}: another version has written them");
         return Check::problem(
             SUBJECT,
             found,
@@ -222,58 +230,42 @@ fn versions(observed: &Observed) -> Check {
         );
     }
     match versions.as_slice() {
-        [] => Check::new(SUBJECT, Verdict::Notice, "no agent has reported yet"),
+        [] => Check::new(SUBJECT, Verdict::Minor, "no agent has reported yet"),
         [one] => Check::good(SUBJECT, format!("all agents are of version {one}")),
         several => {
             let remedy = format!("kubectl -n {NAMESPACE} rollout status ds/{DAEMONSET}");
             let found = format!("agents of versions {} run side by side", several.join(", "));
-            Check { remedy: Some(remedy), ..Check::new(SUBJECT, Verdict::Notice, found) }
+            Check { remedy: Some(remedy), ..Check::new(SUBJECT, Verdict::Minor, found) }
         }
     }
 }
 
 /// Conditions and queues; each message names its remedy.
 fn notices(overview: &Overview) -> impl Iterator<Item = Check> {
-    overview.instance.notices.iter().map(|notice| {
-        // These wait for something, and nothing is wrong.
-        let waits = [api::CONDITION_RESTART_PENDING, api::CONDITION_SCALE_DENIED, "pods wait", "held back"];
-        let verdict = if waits.contains(&notice.subject.as_str()) { Verdict::Notice } else { Verdict::Problem };
-        Check::new(&notice.subject, verdict, notice.message.as_str())
-    })
+    let notices = overview.instance.notices.iter();
+    notices.map(|notice| Check::new(&notice.subject, notice.attention.into(), notice.message.as_str()))
 }
 
 /// The nodes that are not as they are wanted, those that are alike in one check.
 fn nodes(overview: &Overview) -> Vec<Check> {
-    let mut groups: Vec<(Vec<&str>, Verdict, String)> = Vec::new();
-    for node in &overview.nodes {
-        let is_member = node.rank.is_some();
-        let verdict = match (&node.phase, node.state) {
-            _ if node.needs_attention => Verdict::Problem,
-            (NodePhase::Failed | NodePhase::Offline, _) => Verdict::Problem,
-            (_, State::Down) => Verdict::Problem,
-            (NodePhase::Online, State::Free | State::Allocated) => continue,
-            // It is not to run a broker, or not yet.
-            _ if !is_member && node.message.is_none() => continue,
-            _ => Verdict::Notice,
-        };
-        let state = if is_member { format!(", {}", node.state.word()) } else { String::new() };
+    let unwell = overview.nodes.iter().filter(|node| node.attention > Attention::Nothing);
+    let found = |node: &&Node| {
+        let state = if node.rank.is_some() { format!(", {}", node.state.word()) } else { String::new() };
         let message = node.message.as_ref().map_or(String::new(), |message| format!(": {message}"));
-        let found = format!("{}{state}{message}", word(&node.phase));
-        match groups.iter_mut().find(|(_, known, said)| (*known, said) == (verdict, &found)) {
-            Some((names, ..)) => names.push(&node.name),
-            None => groups.push((vec![&node.name], verdict, found)),
-        }
-    }
+        (node.attention, format!("{}{state}{message}", word(&node.phase)))
+    };
+    let mut groups = alike(unwell, found);
     if groups.is_empty() {
-        return vec![Check::good("nodes", format!("all {} are as they are wanted", overview.nodes.len()))];
+        return vec![Check::good("nodes", format!("{} as wanted", many(overview.nodes.len() as u64, "node")))];
     }
-    groups.sort_by_key(|(_, verdict, _)| std::cmp::Reverse(*verdict));
-    let check = |(names, verdict, found): &(Vec<&str>, Verdict, String)| {
-        let subject = hostlist::encode(names);
-        let remedy = (*verdict == Verdict::Problem).then(|| {
-            format!("`kubectl flux logs {}` shows more; docs/failures.md has a section for each phase", names[0])
+    groups.sort_by_key(|((attention, _), _)| std::cmp::Reverse(*attention));
+    let check = |((attention, found), nodes): &((Attention, String), Vec<&Node>)| {
+        let subject = names(nodes.iter().map(|node| node.name.as_str()));
+        let first = nodes.first().filter(|_| *attention == Attention::Act);
+        let remedy = first.map(|node| {
+            format!("`kubectl flux logs {}` shows more; docs/failures.md has a section for each phase", node.name)
         });
-        Check { remedy, ..Check::new(&subject, *verdict, found.as_str()) }
+        Check { remedy, ..Check::new(&subject, (*attention).into(), found.as_str()) }
     };
     groups.iter().map(check).collect()
 }
@@ -299,8 +291,8 @@ mod tests {
         read(json!({"spec": {"holderIdentity": holder, "renewTime": renewed}}))
     }
 
-    fn healthy() -> Surroundings {
-        Surroundings {
+    fn healthy() -> DoctorInputs {
+        DoctorInputs {
             version: Ok(read(json!({
                 "major": "1", "minor": "36", "gitVersion": "v1.36.2", "gitCommit": "", "gitTreeState": "", "buildDate": "",
                 "goVersion": "", "compiler": "", "platform": "",
@@ -308,13 +300,14 @@ mod tests {
             daemonset: Ok(Some(read(json!({
                 "metadata": {}, "status": {"currentNumberScheduled": 2, "desiredNumberScheduled": 2, "numberMisscheduled": 0, "numberReady": 2},
             })))),
+            control_planes: Ok(None),
             agents: Ok(vec![agent("n1", None), agent("n2", None)]),
             planner: Ok(Some(lease("install-flux-n1", "2026-01-01T00:09:58.000000Z"))),
             observed: Ok(observed(2, &Value::Null, &Value::Null)),
         }
     }
 
-    fn found(seen: &Surroundings) -> Vec<(Verdict, String)> {
+    fn found(seen: &DoctorInputs) -> Vec<(Verdict, String)> {
         let checks = checks(seen, NOW.parse().unwrap()).into_iter();
         checks
             .filter(|check| check.verdict != Verdict::Good)
@@ -332,12 +325,12 @@ ok  agents        2 agents running
 ok  planner       install-flux-n1
 ok  FluxInstance  Running: all 2 nodes are online
 ok  versions      all agents are of version 0.1.0
-ok  nodes         all 2 are as they are wanted
+ok  nodes         2 nodes as wanted
 ";
-        assert_eq!(text(&checks(&seen, NOW.parse().unwrap()), 100), expected);
+        assert_eq!(text(&checks(&seen, NOW.parse().unwrap()), Screen::FILE), expected);
     }
 
-    fn assert_finds(seen: &Surroundings, verdict: Verdict, expected: &str) {
+    fn assert_finds(seen: &DoctorInputs, verdict: Verdict, expected: &str) {
         let found = found(seen);
         assert!(
             found.iter().any(|(found, text)| *found == verdict && text.starts_with(expected)),
@@ -347,8 +340,8 @@ ok  nodes         all 2 are as they are wanted
 
     #[test]
     fn what_is_wrong_around_the_instance_is_found() {
-        type Break = fn(&mut Surroundings);
-        let cases: [(Break, Verdict, &str); 8] = [
+        type Break = fn(&mut DoctorInputs);
+        let cases: [(Break, Verdict, &str); 10] = [
             (
                 |seen| seen.version.as_mut().unwrap().minor = "29".into(),
                 Verdict::Problem,
@@ -373,6 +366,20 @@ ok  nodes         all 2 are as they are wanted
                 "FluxInstance: there is no FluxInstance flux",
             ),
             (
+                |seen| {
+                    let down = ["n1", "n2", "n3"]
+                        .map(|node| agent(node, Some(if node == "n2" { "evicted" } else { "crashes" })));
+                    seen.agents = Ok(down.into());
+                },
+                Verdict::Problem,
+                "agents: no agent runs on n[1,3]: crashes",
+            ),
+            (
+                |seen| seen.observed = Err(ApiError::Timeout("list FluxNodes".into()).into()),
+                Verdict::Unknown,
+                "FluxInstance: the API server does not answer",
+            ),
+            (
                 |seen| seen.agents = Err(ApiError::Timeout("list pods".into())),
                 Verdict::Unknown,
                 "agents: list pods: no answer",
@@ -387,7 +394,7 @@ ok  nodes         all 2 are as they are wanted
 
     #[test]
     fn what_the_instance_and_its_nodes_say_is_found() {
-        use Verdict::{Notice, Problem};
+        use Verdict::{Minor, Problem};
         let none = Value::Null;
         let waits = json!({"phase": "Waiting", "message": "cordoned"});
         // The status of the instance, that of the lead; spec and status of the other node.
@@ -400,14 +407,14 @@ ok  nodes         all 2 are as they are wanted
                 Problem,
                 "FluxInstance: Degraded: queue lost",
             ),
-            (json!({"phase": "Starting"}), &none, &none, &none, Notice, "FluxInstance: Starting"),
+            (json!({"phase": "Starting"}), &none, &none, &none, Minor, "FluxInstance: Starting"),
             (none.clone(), &json!({"stoppedQueues": "stopped by X"}), &none, &none, Problem, "queues: stopped by X"),
             (
                 none.clone(),
                 &none,
                 &none,
                 &json!({"agentVersion": "0.2.0"}),
-                Notice,
+                Minor,
                 "versions: agents of versions 0.1.0, 0.2.0",
             ),
             (
@@ -419,16 +426,16 @@ ok  nodes         all 2 are as they are wanted
                 "n2: Failed, free: no space",
             ),
             (none.clone(), &json!({"offline": [1]}), &none, &none, Problem, "n2: Online, down"),
-            (none.clone(), &json!({"drainedByOthers": "1"}), &none, &none, Notice, "n2: Online, drained"),
-            (none.clone(), &none, &json!({"rank": null}), &waits, Notice, "n2: Waiting: cordoned"),
+            (none.clone(), &json!({"drainedByOthers": "1"}), &none, &none, Minor, "n2: Online, drained"),
+            (none.clone(), &none, &json!({"rank": null}), &waits, Minor, "n2: Waiting: cordoned"),
         ] {
             let mut observed = observed(2, &instance, lead);
             change(&mut observed, 1, spec, status);
-            assert_finds(&Surroundings { observed: Ok(observed), ..healthy() }, verdict, expected);
+            assert_finds(&DoctorInputs { observed: Ok(observed), ..healthy() }, verdict, expected);
         }
         let mut observed = observed(2, &none, &none);
         observed.unreadable.push("n9".into());
-        let seen = Surroundings { observed: Ok(observed), ..healthy() };
+        let seen = DoctorInputs { observed: Ok(observed), ..healthy() };
         assert_finds(&seen, Problem, "versions: this program can't read the FluxNodes n9");
     }
 }

@@ -1,11 +1,10 @@
 //! How a command fails.
 
-use std::io;
+use std::{error::Error, io, path::PathBuf};
 
 use api::{INSTANCE, NAMESPACE};
+use base::words::visible_lines;
 use cluster::ApiError;
-
-use crate::screen::visible_lines;
 
 /// Why a command could not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
@@ -24,22 +23,45 @@ pub enum KubectlError {
     Api(#[source] ApiError),
     /// The cluster has no FluxInstance of that name.
     #[error(
-        "there is no FluxInstance {INSTANCE} in namespace {NAMESPACE}: apply deploy/daemonset-installer.yaml, or check \
-         `kubectl config current-context`"
+        "there is no FluxInstance {INSTANCE} in namespace {NAMESPACE}: check `kubectl config current-context`, or apply \
+         deploy/daemonset-installer.yaml"
     )]
     NoInstance,
     /// What the command was given can't be used.
     #[error("{0}")]
     Input(String),
+    /// A question was answered by no.
+    #[error("nothing was changed")]
+    Declined,
+    /// The answer to a question can't be read.
+    #[error("can't read the answer")]
+    Answer(#[source] io::Error),
+    /// No pod of an agent is on the node of that name.
+    #[error(
+        "no agent runs on node {0}: `kubectl flux status -o wide` lists the nodes, `kubectl flux doctor` says what is wrong"
+    )]
+    NoAgent(String),
     /// The cluster is in a state in which the command can't work.
     #[error("{0}")]
     State(String),
     /// kubectl can't be run.
     #[error("can't run kubectl: put it into your PATH")]
     Kubectl(#[source] io::Error),
-    /// The output can't be written.
+    /// A file can't be made or written.
+    #[error("can't write {}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// What was found can't be turned into JSON or YAML.
+    #[error("can't turn what was found into {0}")]
+    Format(&'static str, #[source] io::Error),
+    /// stdout can't be written.
     #[error("can't write the output")]
-    Write(#[from] io::Error),
+    Write(#[source] io::Error),
 }
 
 impl From<ApiError> for KubectlError {
@@ -59,12 +81,55 @@ impl KubectlError {
 
     /// What happened, why, and the remedy, for a person: it may quote what a server has sent.
     pub fn text(&self) -> String {
-        visible_lines(&base::error_chain(self))
+        visible_lines(&chain(self))
+    }
+
+    /// True if the API server doesn't know the caller, or gives the caller no right.
+    pub(crate) fn is_denied(&self) -> bool {
+        matches!(self, Self::Api(error) if matches!(error.code(), Some(401 | 403)))
+    }
+
+    /// True if the API server has no such object, or no such kind of objects.
+    pub(crate) fn is_not_found(&self) -> bool {
+        matches!(self, Self::NoInstance) || matches!(self, Self::Api(error) if error.code() == Some(404))
     }
 
     /// True if the reader of the output has gone away, as `head` does: no failure.
     pub fn is_closed_output(&self) -> bool {
         matches!(self, Self::Write(error) if error.kind() == io::ErrorKind::BrokenPipe)
+    }
+}
+
+/// An error and its causes as one sentence. Whoever answers in the place of an API server may send a whole page: its first line suffices.
+/// The client's words for a login command that has failed are left out: they hold its environment and what it printed.
+pub(crate) fn chain(error: &(dyn Error + 'static)) -> String {
+    let causes = || std::iter::successors(Some(error), |cause: &&(dyn Error + 'static)| (*cause).source());
+    if causes().any(is_of_login) {
+        let ours = match error.downcast_ref::<KubectlError>() {
+            Some(KubectlError::Client(_)) | None => String::new(),
+            Some(own) => format!("{own}: "),
+        };
+        return format!("{ours}{LOGIN}");
+    }
+    let foreign = |cause: &(dyn Error + 'static)| cause.is::<kube::Error>() || cause.is::<Box<kube::Error>>();
+    let sentence = base::error_chain(error);
+    if causes().any(foreign) { sentence.lines().next().unwrap_or_default().to_owned() } else { sentence }
+}
+
+const LOGIN: &str = "the login of the kubeconfig's user failed: log in again, and see whether `kubectl version` works";
+
+/// True if the client could not log in.
+fn is_of_login(cause: &(dyn Error + 'static)) -> bool {
+    let client =
+        cause.downcast_ref::<kube::Error>().or_else(|| Some(cause.downcast_ref::<Box<kube::Error>>()?.as_ref()));
+    match client {
+        Some(kube::Error::Auth(_)) => true,
+        // A token that has expired is renewed within a call.
+        Some(kube::Error::Service(inner)) => {
+            inner.is::<kube::client::AuthError>() || inner.source().is_some_and(is_of_login)
+        }
+        Some(_) => false,
+        None => cause.is::<kube::client::AuthError>() || cause.is::<Box<kube::client::AuthError>>(),
     }
 }
 
@@ -81,6 +146,9 @@ fn remedy(error: &ApiError) -> String {
             "the cluster has no such objects: flux-distribute is not installed there, or another version is".to_owned()
         }
         (Some(_), _) => "the API server refuses".to_owned(),
+        (None, ApiError::Api { source, .. }) if is_of_login(source.as_ref()) => {
+            "the API server was not asked".to_owned()
+        }
         (None, ApiError::Api { source, .. }) if matches!(source.as_ref(), kube::Error::SerdeError(_)) => {
             "this program can't read what is there: use the program of the version that is installed".to_owned()
         }
@@ -88,5 +156,41 @@ fn remedy(error: &ApiError) -> String {
             "the API server does not answer: check the kubeconfig, and whether `kubectl version` works".to_owned()
         }
         (None, _) => "an object can't be read".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        os::unix::process::ExitStatusExt,
+        process::{ExitStatus, Output},
+    };
+
+    use kube::client::AuthError;
+
+    use super::*;
+
+    fn login() -> AuthError {
+        let out = Output { status: ExitStatus::from_raw(256), stdout: b"eyJ0b2tlbg".to_vec(), stderr: Vec::new() };
+        AuthError::AuthExecRun { cmd: "env SECRET=hunter2 login".to_owned(), out: Box::new(out) }
+    }
+
+    #[test]
+    fn a_failed_login_says_nothing_of_the_command_and_its_environment() {
+        let api = |source| ApiError::Api { what: "list FluxNodes".to_owned(), source: Box::new(source) };
+        let renewed = || kube::Error::Service(Box::new(login()));
+        let errors: [Box<dyn Error>; 6] = [
+            Box::new(KubectlError::Client(kube::Error::Auth(login()))),
+            Box::new(KubectlError::Client(renewed())),
+            Box::new(KubectlError::Api(api(kube::Error::Auth(login())))),
+            Box::new(KubectlError::Api(api(renewed()))),
+            Box::new(api(kube::Error::Auth(login()))),
+            Box::new(api(renewed())),
+        ];
+        for error in &errors {
+            let said = chain(error.as_ref());
+            assert!(said.contains("log in again") && !said.contains("SECRET") && !said.contains("env "), "{said}");
+            assert!(!said.contains("hunter2") && !said.contains("101, 121"), "{said}");
+        }
     }
 }

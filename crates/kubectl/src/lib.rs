@@ -6,6 +6,8 @@
 //!
 //! Nothing here knows hosts or brokers, so this crate also builds where no node runs.
 
+mod agent_pod;
+mod alike;
 mod arguments;
 mod change;
 mod complete;
@@ -13,14 +15,18 @@ mod doctor;
 mod error;
 #[cfg(test)]
 mod fixture;
+mod in_instance;
+mod kubectl;
+mod logs;
 mod observed;
 mod overview;
+mod scale;
 mod screen;
 mod status;
 mod support;
-mod through_kubectl;
 mod tree;
 mod uninstall;
+mod upgrade;
 
 use std::process::ExitCode;
 
@@ -28,6 +34,7 @@ pub use arguments::Arguments;
 use arguments::Command;
 pub use complete::complete;
 pub use error::KubectlError;
+use in_instance::FluxCommand;
 use observed::Cluster;
 
 /// Runs the command that the arguments name.
@@ -38,21 +45,20 @@ pub async fn run(arguments: Arguments) -> Result<ExitCode, KubectlError> {
     let Arguments { connection, command } = arguments;
     let cluster = Cluster::connect(&connection).await?;
     match command {
-        Command::Status(options) => status::run(&cluster, &options).await?,
-        Command::Tree(options) => tree::run(&cluster, options.output).await?,
-        Command::Doctor(options) => return doctor::run(&cluster, options.output).await,
-        Command::Connect { node } => return through_kubectl::connect(&cluster, node.as_deref()).await,
-        Command::Run { node, command } => return through_kubectl::run(&cluster, node.as_deref(), &command).await,
-        Command::Jobs { arguments } => return through_kubectl::jobs(&cluster, arguments).await,
-        Command::Logs(options) => return through_kubectl::logs(&cluster, &options).await,
-        Command::Drain { nodes, reason } => return through_kubectl::drain(&cluster, &nodes, &reason.join(" ")).await,
-        Command::Undrain { nodes } => return through_kubectl::undrain(&cluster, &nodes).await,
-        Command::Pause => return through_kubectl::pause(&cluster).await,
-        Command::Resume => return through_kubectl::resume(&cluster).await,
-        Command::SupportBundle(options) => support::run(&cluster, &options).await?,
-        Command::Uninstall(options) => return uninstall::run(&cluster, &options).await,
-        Command::Scale { nodes } => change::scale(&cluster, nodes).await?,
-        Command::Upgrade { now } => change::upgrade(&cluster, now).await?,
+        Command::Status(options) => status::run(&cluster, &options).await,
+        Command::Tree(options) => tree::run(&cluster, options.output).await,
+        Command::Doctor(options) => doctor::run(&cluster, options.output).await,
+        Command::SupportBundle(options) => support::run(&cluster, &options).await,
+        Command::Connect { node } => in_instance::connect(&cluster, node.as_deref()).await,
+        Command::Run { node, command } => in_instance::run(&cluster, node.as_deref(), &command).await,
+        Command::Jobs { arguments } => in_instance::flux(&cluster, FluxCommand::Jobs(arguments)).await,
+        Command::Logs(options) => logs::run(&cluster, &options).await,
+        Command::Drain { nodes, reason } => in_instance::drain(&cluster, &nodes, &reason).await,
+        Command::Undrain { nodes } => in_instance::undrain(&cluster, &nodes).await,
+        Command::Pause => in_instance::flux(&cluster, FluxCommand::Pause).await,
+        Command::Resume => in_instance::flux(&cluster, FluxCommand::Resume).await,
+        Command::Scale { size } => scale::run(&cluster, size).await,
+        Command::Upgrade { now } => upgrade::run(&cluster, now).await,
+        Command::Uninstall(options) => uninstall::run(&cluster, &options).await,
     }
-    Ok(ExitCode::SUCCESS)
 }

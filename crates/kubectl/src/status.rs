@@ -1,19 +1,19 @@
 //! `kubectl flux status`: one screen.
 
-use std::{io, time::Duration};
+use std::{process::ExitCode, time::Duration};
 
 use comfy_table::Cell;
 
 use crate::{
+    alike::{alike, names},
     arguments::{StatusFormat, StatusOptions},
     error::KubectlError,
     observed::Cluster,
-    overview::{Instance, Node, Overview, State, overview},
-    screen::{Look, cell, json, print, print_anew, table, width, word, yaml},
+    overview::{Instance, Node, Overview, overview},
+    screen::{Colour, Screen, cell, complain, json, plain, print, print_anew, table, word, yaml},
 };
-use api::{IdSet, InstancePhase, NodePhase};
+use api::IdSet;
 use base::words::many;
-use model::hostlist;
 
 /// How often `--watch` looks.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
@@ -23,81 +23,93 @@ const MOST_LINES: usize = 40;
 /// Prints the status, once or until Ctrl-C.
 ///
 /// # Errors
-/// There is no instance, or the API server fails; with `--watch` both are shown, and may pass. Or the output fails.
-pub(crate) async fn run(cluster: &Cluster, options: &StatusOptions) -> Result<(), KubectlError> {
-    let look = async || Ok::<_, KubectlError>(render(&overview(&cluster.observe().await?), options.output, width())?);
+/// There is no instance, or the API server fails; with `--watch` both are shown, and may pass, unless the API server refuses. Or the
+/// output fails.
+pub(crate) async fn run(cluster: &Cluster, options: &StatusOptions) -> Result<ExitCode, KubectlError> {
+    let look =
+        async || Ok::<_, KubectlError>(render(&overview(&cluster.observe().await?), options.output, Screen::stdout())?);
     if !options.watch {
-        return Ok(print(&look().await?)?);
+        print(&look().await?)?;
+        return Ok(ExitCode::SUCCESS);
     }
     let mut printed = None;
     loop {
-        let text = look().await.unwrap_or_else(|error| error.text() + "\n");
+        // After a while without an answer there may be one again, but nobody becomes known or gets rights by waiting.
+        let text = match look().await {
+            Err(error) if error.is_denied() => return Err(error),
+            looked => looked.map_err(|error| error.text() + "\n"),
+        };
         if printed.as_ref() != Some(&text) {
-            print_anew(&text)?;
+            match &text {
+                Ok(text) => print_anew(text, Screen::stdout())?,
+                Err(complaint) => complain(complaint),
+            }
             printed = Some(text);
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }
 }
 
-fn render(overview: &Overview, format: StatusFormat, width: u16) -> io::Result<String> {
+/// The status in that format.
+///
+/// # Errors
+/// It can't be turned into JSON or YAML.
+fn render(overview: &Overview, format: StatusFormat, screen: Screen) -> Result<String, KubectlError> {
     match format {
         StatusFormat::Json => json(overview),
         StatusFormat::Yaml => yaml(overview),
-        StatusFormat::Text => Ok(format!("{}\n{}", head(&overview.instance, width), nodes(overview, width))),
-        StatusFormat::Wide => Ok(format!("{}\n{}", head(&overview.instance, width), wide(overview))),
+        StatusFormat::Text => Ok(format!("{}\n{}", head(&overview.instance, screen), nodes(overview, screen))),
+        StatusFormat::Wide => Ok(format!("{}\n{}", head(&overview.instance, screen), wide(overview, screen))),
     }
 }
 
 /// What is true of the instance as a whole.
-fn head(instance: &Instance, width: u16) -> String {
+fn head(instance: &Instance, screen: Screen) -> String {
     let mut rows: Vec<Vec<Cell>> = Vec::new();
-    let mut row = |name: &str, text: String, look| rows.push(vec![cell(name, Look::Plain), cell(text, look)]);
-    let (phase, look) = (word(&instance.phase), look_of_instance(&instance.phase));
-    row("instance", instance.message.as_ref().map_or(phase.clone(), |message| format!("{phase}: {message}")), look);
+    let mut row = |name: &str, text: String, colour| rows.push(vec![plain(name), cell(text, colour)]);
+    let (phase, colour) = (word(&instance.phase), Colour::from(instance.attention));
+    row("instance", instance.message.as_ref().map_or(phase.clone(), |message| format!("{phase}: {message}")), colour);
     if let Some(lead) = &instance.lead {
         let flux = instance.flux_version.as_ref().map_or(String::new(), |version| format!(", Flux {version}"));
-        row("lead", format!("{lead}, epoch {}{flux}", instance.epoch), Look::Plain);
+        row("lead", format!("{lead}, epoch {}{flux}", instance.epoch), Colour::Plain);
     }
     let Instance { size, online, max_size, .. } = instance;
-    row("nodes", format!("{online} of {size} online, room for {max_size}"), Look::Plain);
+    row("nodes", format!("{online} of {size} online, room for {max_size}"), Colour::Plain);
     if let Some(jobs) = instance.jobs {
-        row("jobs", format!("{} running, {} pending", jobs.running, jobs.pending), Look::Plain);
+        row("jobs", format!("{} running, {} pending", jobs.running, jobs.pending), Colour::Plain);
     }
     if let Some(pods) = &instance.pods {
         let refused = if pods.refused == 0 { String::new() } else { format!(", {} refused", pods.refused) };
         let text = format!("{} running, {} queued{refused}", many(pods.running, "gang"), pods.queued);
-        row("pods", text, Look::Plain);
+        row("pods", text, Colour::Plain);
     }
     for notice in &instance.notices {
-        row(&notice.subject, notice.message.clone(), Look::Unusual);
+        row(&notice.subject, notice.message.clone(), Colour::from(notice.attention));
     }
-    table(rows, Some(width))
+    table(rows, screen)
 }
 
 /// Nodes that are alike share a line.
-fn nodes(overview: &Overview, width: u16) -> String {
-    let mut groups: Vec<Vec<&Node>> = Vec::new();
-    for node in &overview.nodes {
-        match groups.iter_mut().find(|group| group.first().is_some_and(|first| are_alike(first, node))) {
-            Some(group) => group.push(node),
-            None => groups.push(vec![node]),
-        }
-    }
-    let left_out: usize = groups.iter().skip(MOST_LINES).map(Vec::len).sum();
+fn nodes(overview: &Overview, screen: Screen) -> String {
+    let shown = |node: &&Node| {
+        let message = node.message.clone();
+        (node.rank.is_some(), node.phase.clone(), node.state, node.attention, node.cores, node.gpus, message)
+    };
+    let groups = alike(&overview.nodes, shown);
+    let left_out: usize = groups.iter().skip(MOST_LINES).map(|(_, group)| group.len()).sum();
     let head = ["NODES", "RANKS", "PHASE", "STATE", "CORES", "GPUS", "MESSAGE"];
-    let lines = groups.iter().take(MOST_LINES).filter_map(|group| {
+    let lines = groups.iter().take(MOST_LINES).filter_map(|(_, group)| {
         let first = group.first()?;
         let ranks: IdSet = group.iter().filter_map(|node| node.rank).collect();
         let mut line = vec![
-            cell(hostlist::encode(group.iter().map(|node| &node.name)), Look::Plain),
-            cell(if ranks.is_empty() { "-".to_owned() } else { ranks.to_string() }, Look::Plain),
+            plain(names(group.iter().map(|node| node.name.as_str()))),
+            plain(if ranks.is_empty() { "-".to_owned() } else { ranks.to_string() }),
         ];
         line.extend(common(first));
-        line.push(cell(first.message.as_deref().unwrap_or_default(), Look::Plain));
+        line.push(plain(first.message.as_deref().unwrap_or_default()));
         Some(line)
     });
-    let mut text = table(std::iter::once(titles(&head)).chain(lines), Some(width));
+    let mut text = table(std::iter::once(titles(&head)).chain(lines), screen);
     if left_out > 0 {
         text.push_str(&format!("and {}: -o wide shows all\n", many(left_out as u64, "more node")));
     }
@@ -105,7 +117,7 @@ fn nodes(overview: &Overview, width: u16) -> String {
 }
 
 /// A line for each node.
-fn wide(overview: &Overview) -> String {
+fn wide(overview: &Overview, screen: Screen) -> String {
     let head = [
         "NODE",
         "RANK",
@@ -121,74 +133,46 @@ fn wide(overview: &Overview) -> String {
         "MESSAGE",
     ];
     let lines = overview.nodes.iter().map(|node| {
-        let number =
-            |number: Option<u32>| cell(number.map_or("-".to_owned(), |number| number.to_string()), Look::Plain);
-        let text = |text: &Option<String>| cell(text.as_deref().unwrap_or("-"), Look::Plain);
-        let mut line = vec![cell(&node.name, Look::Plain), number(node.rank)];
+        let number = |number: Option<u32>| plain(number.map_or("-".to_owned(), |number| number.to_string()));
+        let text = |text: &Option<String>| plain(text.as_deref().unwrap_or("-"));
+        let mut line = vec![plain(&node.name), number(node.rank)];
         line.extend(common(node));
         line.extend([
             number(node.account.map(|account| account.host_jobs)),
             number(node.account.map(|account| account.gangs)),
             number(node.account.map(|account| account.other_pods)),
             text(&node.flux_version),
-            cell(node.digest.as_deref().map_or("-", |digest| digest.get(..12).unwrap_or(digest)), Look::Plain),
-            cell(node.message.as_deref().unwrap_or_default(), Look::Plain),
+            plain(node.digest.as_deref().map_or("-", |digest| digest.get(..12).unwrap_or(digest))),
+            plain(node.message.as_deref().unwrap_or_default()),
         ]);
         line
     });
-    table(std::iter::once(titles(&head)).chain(lines), None) + &unreadable(overview)
+    table(std::iter::once(titles(&head)).chain(lines), screen.endless()) + &unreadable(overview)
 }
 
 fn unreadable(overview: &Overview) -> String {
-    let names = &overview.unreadable;
-    if names.is_empty() {
+    if overview.unreadable.is_empty() {
         return String::new();
     }
-    format!("not shown, because another version has written them: {}\n", hostlist::encode(names))
+    format!(
+        "not shown, because another version has written them: {}\n",
+        names(overview.unreadable.iter().map(String::as_str))
+    )
 }
 
 fn titles(words: &[&str]) -> Vec<Cell> {
-    words.iter().map(|word| cell(word, Look::Plain)).collect()
+    words.iter().map(plain).collect()
 }
 
 /// The columns that both tables have.
 fn common(node: &Node) -> Vec<Cell> {
     let number = |number: Option<u32>| number.map_or("-".to_owned(), |number| number.to_string());
     vec![
-        cell(word(&node.phase), look_of_phase(&node.phase)),
-        cell(node.state.word(), look_of_state(node.state)),
-        cell(number(node.cores), Look::Plain),
-        cell(number(node.gpus), Look::Plain),
+        cell(word(&node.phase), node.attention),
+        cell(node.state.word(), node.attention),
+        plain(number(node.cores)),
+        plain(number(node.gpus)),
     ]
-}
-
-fn are_alike(a: &Node, b: &Node) -> bool {
-    let shown = |node: &Node| (node.rank.is_some(), node.phase.clone(), node.state, node.cores, node.gpus);
-    shown(a) == shown(b) && a.message == b.message
-}
-
-fn look_of_instance(phase: &InstancePhase) -> Look {
-    match phase {
-        InstancePhase::Running => Look::Good,
-        InstancePhase::Degraded | InstancePhase::Failed => Look::Bad,
-        _ => Look::Unusual,
-    }
-}
-
-fn look_of_phase(phase: &NodePhase) -> Look {
-    match phase {
-        NodePhase::Online => Look::Good,
-        NodePhase::Failed | NodePhase::Offline => Look::Bad,
-        _ => Look::Unusual,
-    }
-}
-
-fn look_of_state(state: State) -> Look {
-    match state {
-        State::Down => Look::Bad,
-        State::Drained | State::Draining | State::Unknown => Look::Unusual,
-        State::Free | State::Allocated | State::NoRank => Look::Plain,
-    }
 }
 
 #[cfg(test)]
@@ -202,7 +186,8 @@ mod tests {
     };
 
     fn screen(observed: &Observed, width: u16) -> String {
-        render(&overview(observed), StatusFormat::Text, width).unwrap()
+        let screen = Screen { width: Some(width), has_colours: false };
+        render(&overview(observed), StatusFormat::Text, screen).unwrap()
     }
 
     #[test]
@@ -330,8 +315,9 @@ n[2-3]  1-2    Online  allocated  8      0
     #[test]
     fn programs_get_all_of_it() {
         let overview = overview(&observed(2, &Value::Null, &Value::Null));
-        let json: Value = serde_json::from_str(&render(&overview, StatusFormat::Json, 100).unwrap()).unwrap();
-        let yaml: Value = serde_norway::from_str(&render(&overview, StatusFormat::Yaml, 100).unwrap()).unwrap();
+        let json: Value = serde_json::from_str(&render(&overview, StatusFormat::Json, Screen::FILE).unwrap()).unwrap();
+        let yaml: Value =
+            serde_norway::from_str(&render(&overview, StatusFormat::Yaml, Screen::FILE).unwrap()).unwrap();
         assert_eq!(json, yaml);
         assert_eq!(json["nodes"][1]["state"], "free");
         assert_eq!(json["instance"]["jobs"], json!({"running": 0, "pending": 0}));

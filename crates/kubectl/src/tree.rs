@@ -1,12 +1,12 @@
 //! `kubectl flux tree`: the overlay (TBON), as the roster lays it out, with what Flux does with each rank.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, process::ExitCode};
 
 use crate::{
     arguments::TreeFormat,
     error::KubectlError,
     observed::Cluster,
-    overview::{Overview, State, overview},
+    overview::{Attention, Overview, ResourceState, overview},
     screen::print,
 };
 use api::{Rank, Roster};
@@ -16,31 +16,33 @@ use model::drawing::{Drawing, Mark};
 ///
 /// # Errors
 /// There is no roster yet, or the API server or the output fails.
-pub(crate) async fn run(cluster: &Cluster, format: TreeFormat) -> Result<(), KubectlError> {
+pub(crate) async fn run(cluster: &Cluster, format: TreeFormat) -> Result<ExitCode, KubectlError> {
     let (observed, roster) = futures::try_join!(cluster.observe(), cluster.roster())?;
-    let none =
-        || KubectlError::State("no node has a rank yet: `kubectl flux status` shows what they wait for".to_owned());
+    let none = || {
+        KubectlError::State("no node has a rank yet: `kubectl flux status` shows what the nodes wait for".to_owned())
+    };
     let drawing = drawing(&roster.ok_or_else(none)?, &overview(&observed));
     let text = match format {
         TreeFormat::Text => drawing.text(),
         TreeFormat::Dot => drawing.dot(),
         TreeFormat::Svg => drawing.svg(),
     };
-    Ok(print(&text)?)
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn drawing(roster: &Roster, overview: &Overview) -> Drawing {
-    let states: BTreeMap<Rank, State> =
-        overview.nodes.iter().filter_map(|node| Some((node.rank?, node.state))).collect();
-    Drawing::of(roster, |rank| mark(states.get(&rank).copied().unwrap_or(State::Unknown)))
+    let states: BTreeMap<Rank, _> =
+        overview.nodes.iter().filter_map(|node| Some((node.rank?, (node.state, node.attention)))).collect();
+    let unknown = (ResourceState::Unknown, Attention::Look);
+    Drawing::of(roster, |rank| mark(states.get(&rank).copied().unwrap_or(unknown)))
 }
 
-fn mark(state: State) -> Mark {
-    let colour = match state {
-        State::Down => "red",
-        State::Drained | State::Draining => "orange",
-        State::Unknown | State::NoRank => "gray",
-        State::Free | State::Allocated => "green",
+fn mark((state, attention): (ResourceState, Attention)) -> Mark {
+    let colour = match attention {
+        Attention::Nothing => "green",
+        Attention::Look => "orange",
+        Attention::Act => "red",
     };
     Mark { word: state.word().to_owned(), colour }
 }

@@ -1,26 +1,28 @@
 //! `kubectl flux uninstall`: first the hosts, while agents are there to clean them; then the objects.
 
 use std::{
-    collections::BTreeMap,
     io::{BufRead, IsTerminal, Write},
     process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
 
-use kube::{Api, ResourceExt, api::DeleteParams};
+use kube::{ResourceExt, api::DeleteParams, core::DeserializeGuard};
 
 use crate::{
+    alike::{alike, names},
     arguments::UninstallOptions,
-    error::KubectlError,
-    observed::Cluster,
-    overview::overview,
-    screen::{print, visible, word},
-    through_kubectl::kubectl_command,
+    error::{KubectlError, chain},
+    kubectl,
+    observed::{Cluster, Observed},
+    overview::lead_of,
+    screen::{complain, print, word},
 };
-use api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE};
-use base::words::many;
-use cluster::{call, gone_is_fine};
-use model::hostlist;
+use api::{FluxNode, INSTANCE, NAMESPACE, RunningJobs};
+use base::{
+    process::exit_code,
+    words::{many, visible},
+};
+use cluster::{ApiError, call, gone_is_fine};
 
 /// The objects of an installation, in the order in which they go: whoever gets the agents' ServiceAccount next must not get the rights of the
 /// bridge with it. Only their kinds and names matter here.
@@ -32,33 +34,33 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Removes Flux from all hosts, and then what is left in the cluster.
 ///
 /// # Errors
-/// Nobody has agreed; hosts are not clean in time, and each says why; or the API server refuses.
+/// Nobody has agreed; kubectl can't be run; hosts are not clean in time, and each says why; the kubeconfig has changed meanwhile; or the
+/// API server refuses.
 pub(crate) async fn run(cluster: &Cluster, options: &UninstallOptions) -> Result<ExitCode, KubectlError> {
-    let is_there = match cluster.observe().await {
-        Ok(observed) => {
-            let overview = overview(&observed);
-            let jobs = overview.instance.jobs.map_or(String::new(), |jobs| {
-                format!("; {} run, and hosts with jobs wait for them", many(jobs.running, "job"))
-            });
-            let hosts = many(overview.nodes.len() as u64, "host");
-            agree(&format!("This removes Flux from {hosts}{jobs}."), options.yes)?;
-            true
-        }
-        Err(KubectlError::NoInstance) => {
-            agree("There is no FluxInstance; this removes what else is there.", options.yes)?;
-            false
+    // Else all hosts would be clean before it turns out that the objects stay.
+    kubectl::is_there()?;
+    let observed = match cluster.observe().await {
+        Ok(observed) => Some(observed),
+        Err(error) if error.is_not_found() => {
+            // An API server without our kinds has no hosts of ours. If none answers, that must not look the same.
+            call("get the version of Kubernetes", cluster.client.apiserver_version()).await?;
+            None
         }
         // Hosts of a cluster that doesn't answer must not look as if they were clean.
         Err(error) => return Err(error),
     };
-    if is_there {
-        let instances: Api<FluxInstance> = Api::namespaced(cluster.client.clone(), NAMESPACE);
+    let what =
+        observed.as_ref().map_or("There is no FluxInstance; this removes what else is there".to_owned(), consequences);
+    agree(&format!("{} ({}).", visible(&what), visible(&cluster.name())), options.yes)?;
+    if observed.is_some() {
         let what = format!("delete FluxInstance {INSTANCE}");
-        gone_is_fine(call(what, instances.delete(INSTANCE, &DeleteParams::default())).await)?;
+        gone_is_fine(call(what, cluster.instances().delete(INSTANCE, &DeleteParams::default())).await)?;
     }
     wait_for_hosts(cluster, Duration::from_secs(options.timeout)).await?;
     for objects in OBJECTS {
-        let code = delete(cluster, objects)?;
+        // kubectl reads the kubeconfig anew, and somebody may have changed it while the hosts were cleaned.
+        cluster.is_unchanged()?;
+        let code = delete(cluster, objects, options.timeout)?;
         if code != ExitCode::SUCCESS {
             return Ok(code);
         }
@@ -66,6 +68,26 @@ pub(crate) async fn run(cluster: &Cluster, options: &UninstallOptions) -> Result
     Ok(ExitCode::SUCCESS)
 }
 
+/// What removing this instance does to hosts, jobs and queue. Pure.
+fn consequences(observed: &Observed) -> String {
+    let hosts = many((observed.nodes.len() + observed.unreadable.len()) as u64, "host");
+    let lead = lead_of(observed).and_then(|lead| lead.status.as_ref());
+    let spec = &observed.instance.spec.uninstall;
+    let jobs = match (lead.and_then(|lead| lead.jobs).map(|jobs| jobs.running), &spec.running_jobs) {
+        (Some(0), _) => "no job runs".to_owned(),
+        (Some(running), RunningJobs::Cancel) => format!("{} running now will be cancelled", many(running, "job")),
+        (Some(running), _) => format!("{} running now, and their hosts wait for them", many(running, "job")),
+        (None, RunningJobs::Cancel) => "how many jobs run is not known; those that do will be cancelled".to_owned(),
+        (None, _) => "how many jobs run is not known; hosts with jobs wait for them".to_owned(),
+    };
+    let queue = if spec.keep_state { "the queue stays on the lead's host" } else { "pending jobs are lost" };
+    format!("This removes Flux from {hosts}; {jobs}; {queue}")
+}
+
+/// Asks whether to go on.
+///
+/// # Errors
+/// The answer is no, or there is no terminal to ask on.
 fn agree(what: &str, is_agreed: bool) -> Result<(), KubectlError> {
     if is_agreed {
         return Ok(());
@@ -75,61 +97,127 @@ fn agree(what: &str, is_agreed: bool) -> Result<(), KubectlError> {
     }
     print(&format!("{what} Go on? [y/N] "))?;
     let mut answer = String::new();
-    std::io::stdin().lock().read_line(&mut answer)?;
+    std::io::stdin().lock().read_line(&mut answer).map_err(KubectlError::Answer)?;
     match answer.trim() {
         "y" | "Y" | "yes" => Ok(()),
-        _ => Err(KubectlError::Input("nothing was changed".to_owned())),
+        _ => Err(KubectlError::Declined),
     }
 }
 
 /// Waits until the last FluxNode is gone, and prints what the others wait for, each time that it changes.
+///
+/// # Errors
+/// A host is not clean at the limit, or the API server doesn't answer until then.
 async fn wait_for_hosts(cluster: &Cluster, limit: Duration) -> Result<(), KubectlError> {
-    let nodes: Api<kube::core::DeserializeGuard<FluxNode>> = Api::namespaced(cluster.client.clone(), NAMESPACE);
     let (begin, mut printed) = (Instant::now(), String::new());
     loop {
-        let left = call("list FluxNodes", nodes.list(&Default::default())).await?.items;
-        if left.is_empty() {
-            return Ok(print("all hosts are clean\n")?);
-        }
-        let mut by_words: BTreeMap<String, Vec<String>> = BTreeMap::new();
-        for node in &left {
-            let status = node.0.as_ref().ok().and_then(|node| node.status.as_ref());
-            let message = status.and_then(|status| status.message.as_deref()).unwrap_or_default();
-            let phase = status.map_or(String::new(), |status| word(&status.phase));
-            by_words.entry(visible(&format!("{phase} {message}"))).or_default().push(node.name_any());
-        }
-        let lines: String = by_words
-            .iter()
-            .map(|(words, nodes)| format!("  {}: {}\n", hostlist::encode(nodes), words.trim_end()))
-            .collect();
+        let text = match cluster.nodes().await {
+            Ok(nodes) => left(&nodes),
+            // The kind itself is gone.
+            Err(error) if error.code() == Some(404) => None,
+            Err(error) if begin.elapsed() > limit || is_refused(&error) => return Err(error.into()),
+            Err(error) => Some(format!("{}\n", visible(&chain(&error)))),
+        };
+        let Some(text) = text else { return print("all hosts are clean\n") };
         if begin.elapsed() > limit {
             return Err(KubectlError::State(format!(
-                "not clean after {} s:\n{lines}\
+                "not clean after {} s:\n{text}\
                  - A host that waits for running jobs: let them end or cancel them (flux cancel --all), then uninstall again.\n\
                  - A node that is gone for good: kubectl -n {NAMESPACE} delete fluxnode NODE\n\
                  - A node without an agent, as by a taint or label that came later: take that off, or run flux-distribute \
-                 uninstall there",
+                 uninstall there\n\
+                 - To delete the rest now and leave these hosts as they are, with the files of this version: kubectl delete \
+                 --ignore-not-found -f deploy/pods.yaml -f deploy/daemonset-installer.yaml",
                 limit.as_secs()
             )));
         }
-        let text = format!("{} to clean\n{lines}", many(left.len() as u64, "host"));
         if text != printed {
-            print(&text)?;
+            complain(&text);
             printed = text;
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }
 }
 
-/// kubectl knows in which order kinds go, and what is gone already.
-fn delete(cluster: &Cluster, objects: &str) -> Result<ExitCode, KubectlError> {
-    let arguments = ["delete", "--ignore-not-found", "-f", "-"].map(str::to_owned);
-    let mut command: Command = kubectl_command(&cluster.connection, &arguments);
+/// True if the API server has answered, and will answer the same next time.
+fn is_refused(error: &ApiError) -> bool {
+    matches!(error.code(), Some(401 | 403))
+}
+
+/// The hosts that are not clean, those with the same words in a line; None if there are none. Pure.
+fn left(nodes: &[DeserializeGuard<FluxNode>]) -> Option<String> {
+    let words = |node: &&DeserializeGuard<FluxNode>| {
+        let status = node.0.as_ref().ok().and_then(|node| node.status.as_ref());
+        let message = status.and_then(|status| status.message.as_deref()).unwrap_or_default();
+        let phase = status.map_or(String::new(), |status| word(&status.phase));
+        visible(format!("{phase} {message}").trim())
+    };
+    let lines = alike(nodes, words).into_iter().map(|(words, nodes)| {
+        let nodes: Vec<_> = nodes.iter().map(|node| node.name_any()).collect();
+        format!("  {}: {words}\n", visible(&names(nodes.iter().map(String::as_str))))
+    });
+    (!nodes.is_empty()).then(|| format!("{} to clean\n{}", many(nodes.len() as u64, "host"), lines.collect::<String>()))
+}
+
+/// Deletes objects by kubectl, which knows in which order kinds go and what is gone already; returns its exit code.
+///
+/// # Errors
+/// kubectl can't be run.
+fn delete(cluster: &Cluster, objects: &str, timeout_secs: u64) -> Result<ExitCode, KubectlError> {
+    let timeout = format!("--timeout={timeout_secs}s");
+    let arguments = ["delete", "--ignore-not-found", &timeout, "-f", "-"].map(str::to_owned);
+    let mut command: Command = kubectl::command(&cluster.connection, &arguments);
     let mut child = command.stdin(Stdio::piped()).spawn().map_err(KubectlError::Kubectl)?;
     if let Some(mut stdin) = child.stdin.take() {
         // It says itself why it has ended.
         let _ = stdin.write_all(objects.as_bytes());
     }
-    let status = child.wait().map_err(KubectlError::Kubectl)?;
-    Ok(crate::through_kubectl::code_of(status))
+    Ok(exit_code(child.wait().map_err(KubectlError::Kubectl)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::fixture::observed;
+
+    #[test]
+    fn the_question_says_what_becomes_of_jobs_and_queue() {
+        let jobs = |running: u32| json!({"jobs": {"running": running, "pending": 0}});
+        for (lead, uninstall, expected) in [
+            (jobs(0), json!({}), "no job runs; pending jobs are lost"),
+            (jobs(2), json!({}), "2 jobs running now, and their hosts wait for them; pending jobs are lost"),
+            (jobs(1), json!({"runningJobs": "Cancel"}), "1 job running now will be cancelled; pending jobs are lost"),
+            (
+                json!({"jobs": null}),
+                json!({"runningJobs": "Cancel", "keepState": true}),
+                "how many jobs run is not known; those that do will be cancelled; the queue stays on the lead's host",
+            ),
+            (
+                json!({"jobs": null}),
+                json!({}),
+                "how many jobs run is not known; hosts with jobs wait for them; pending jobs are lost",
+            ),
+        ] {
+            let mut observed = observed(2, &Value::Null, &lead);
+            observed.instance.spec.uninstall = serde_json::from_value(uninstall).unwrap();
+            observed.unreadable.push("n9".to_owned());
+            assert_eq!(consequences(&observed), format!("This removes Flux from 3 hosts; {expected}"));
+        }
+    }
+
+    #[test]
+    fn hosts_with_the_same_words_share_a_line() {
+        let node = |name: &str, status: Value| -> DeserializeGuard<FluxNode> {
+            let object =
+                json!({"metadata": {"name": name}, "spec": {"nodeName": name, "want": "Run"}, "status": status});
+            serde_json::from_value(object).unwrap()
+        };
+        assert_eq!(left(&[]), None);
+        let waits = || json!({"phase": "Removing", "message": "2 jobs\u{1b} run"});
+        let nodes = [node("n1", waits()), node("n2", json!({"phase": "Removing"})), node("n3", waits())];
+        let expected = "3 hosts to clean\n  n[1,3]: Removing 2 jobs? run\n  n2: Removing\n";
+        assert_eq!(left(&nodes).as_deref(), Some(expected));
+    }
 }

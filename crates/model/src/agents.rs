@@ -50,6 +50,19 @@ fn down(pod: &Pod) -> Option<String> {
     })
 }
 
+/// The pod that counts on each node: the one that runs, if there is one. An evicted pod's object stays beside the pod that
+/// replaced it.
+pub fn by_node(pods: &[AgentPod]) -> BTreeMap<&str, &AgentPod> {
+    let mut found = BTreeMap::<&str, &AgentPod>::new();
+    for pod in pods {
+        let known = found.entry(&pod.node).or_insert(pod);
+        if pod.down.is_none() {
+            *known = pod;
+        }
+    }
+    found
+}
+
 /// How long an agent may be missing before it is reported, in seconds: a replaced pod or a restarted container is back
 /// sooner.
 const PATIENCE_SECS: i64 = 10;
@@ -71,14 +84,10 @@ impl Agents {
             self.0.clear();
             return BTreeMap::new();
         }
-        let mut by_node = BTreeMap::<&str, Option<&String>>::new();
-        for AgentPod { node, down, .. } in pods {
-            // An evicted pod's object stays beside the running pod that replaced it.
-            by_node.entry(node).and_modify(|known| *known = known.and(down.as_ref())).or_insert(down.as_ref());
-        }
+        let by_node = by_node(pods);
         let why = |node: &str| match by_node.get(node) {
             None => Some("there is no pod of DaemonSet install-flux on it".to_owned()),
-            Some(down) => down.cloned(),
+            Some(pod) => pod.down.clone(),
         };
         let down: BTreeMap<_, _> = nodes.filter_map(|node| Some((node.to_owned(), why(node)?))).collect();
         self.0.retain(|node, _| down.contains_key(node));

@@ -254,22 +254,39 @@ pub(super) fn needs_user(reason: &str) -> bool {
     [PACKAGES_UNAVAILABLE, TAKEN_BACK].contains(&reason)
 }
 
+/// True if the condition holds and a user has to do something.
+pub fn needs_action(condition: &Condition) -> bool {
+    let needs = match condition.type_.as_str() {
+        "Degraded"
+        | CONDITION_CERTIFICATE_MISSING
+        | CONDITION_SCALE_DENIED
+        | CONDITION_NOT_APPLIED
+        | CONDITION_AGENTS_MISSING
+        | CONDITION_FLUX_NODES_UNUSABLE => true,
+        CONDITION_RESTART_PENDING => needs_user(&condition.reason),
+        _ => false,
+    };
+    condition.status == "True" && needs
+}
+
+/// True if no warning Event is due although a user may have to act: an obstacle has Events of its own, and a lead or a certificate
+/// that is away often comes back by itself.
+fn has_no_warning(condition: &Condition) -> bool {
+    match condition.type_.as_str() {
+        "Degraded" => ![CORES_LOST, SHUT_DOWN_REASON].contains(&condition.reason.as_str()),
+        CONDITION_CERTIFICATE_MISSING => true,
+        _ => false,
+    }
+}
+
 /// The conditions of `next` that deserve a warning Event: those that need a user's action and were not the same in
 /// `before`. Obstacles have Events of their own.
 pub fn warnings(before: Option<&FluxInstanceStatus>, next: &FluxInstanceStatus) -> Vec<Condition> {
-    let needs_action = |condition: &&Condition| match condition.type_.as_str() {
-        CONDITION_SCALE_DENIED | CONDITION_NOT_APPLIED | CONDITION_AGENTS_MISSING | CONDITION_FLUX_NODES_UNUSABLE => {
-            true
-        }
-        CONDITION_RESTART_PENDING => needs_user(&condition.reason),
-        "Degraded" => [CORES_LOST, SHUT_DOWN_REASON].contains(&condition.reason.as_str()),
-        _ => false,
-    };
     let has_changed = |condition: &&Condition| {
         before
             .and_then(|before| before.holding(&condition.type_))
             .is_none_or(|old| (&old.reason, &old.message) != (&condition.reason, &condition.message))
     };
-    let holding = next.conditions.iter().filter(|condition| condition.status == "True");
-    holding.filter(needs_action).filter(has_changed).cloned().collect()
+    let due = next.conditions.iter().filter(|condition| needs_action(condition) && !has_no_warning(condition));
+    due.filter(has_changed).cloned().collect()
 }

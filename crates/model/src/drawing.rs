@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{hostlist, tree::parent};
 use api::{IdSet, Rank, Roster};
+use base::words::visible;
 
 /// What a drawing says of a member besides its rank and node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,8 +48,6 @@ impl Drawing {
     /// The drawing of a roster; `mark` says what to write at each rank that has a member.
     pub fn of(roster: &Roster, mark: impl Fn(Rank) -> Mark) -> Self {
         let entries = roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)));
-        // Control characters could steer the terminal.
-        let visible = |name: &str| name.replace(char::is_control, " ");
         let members: BTreeMap<Rank, Drawn> =
             entries.map(|(rank, member)| (rank, Drawn { node: visible(&member.node), mark: mark(rank) })).collect();
         let mut children: BTreeMap<Rank, Vec<Rank>> = BTreeMap::new();

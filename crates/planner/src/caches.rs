@@ -21,7 +21,7 @@ use kube::{
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
-use api::{DAEMONSET, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
+use api::{AGENT_SELECTOR, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
 use model::{agents::AgentPod, eligibility::NodeView};
 
 /// Longest text of a FluxNode's status that is copied, in bytes.
@@ -51,7 +51,7 @@ impl Caches {
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
-        let agents = all().labels(&format!("app={DAEMONSET}"));
+        let agents = all().labels(AGENT_SELECTOR);
         let (pods, pod_changes) = watch(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents);
         let view = |node: &Node| Some(NodeView::from(node));
         let node_changes = skip_irrelevant(node_changes, view);

@@ -6,9 +6,10 @@ use std::{
 };
 
 use api::BROKER_URI;
+use base::process::code;
 use host::{
     Root, boundary,
-    child::{Kept, code, wait_until},
+    child::{Kept, wait_until},
     state, users,
 };
 use hostapi::{FluxOrder, Ran, Refusal};

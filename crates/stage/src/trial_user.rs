@@ -9,9 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use base::process::code;
 use host::{
     boundary,
-    child::{Kept, code, wait_until},
+    child::{Kept, wait_until},
     process::Signal,
     users::User,
 };

@@ -8,6 +8,7 @@ use std::{
 };
 
 use super::enter::EnterError;
+use base::words::visible;
 use host::NsHost;
 use hostapi::{Answer, Host, HostError, Order, Verified, VerifyOrder, look};
 use packages::{self, OutputFormat};
@@ -78,5 +79,5 @@ fn in_words(environment: &Verified) -> String {
 
 /// Escapes a name, which may hold any character, so that it stays one line.
 fn shown(path: &Path) -> String {
-    path.to_string_lossy().replace(char::is_control, "?")
+    visible(&path.to_string_lossy())
 }

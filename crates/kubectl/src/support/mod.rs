@@ -4,54 +4,91 @@ mod gather;
 mod scrub;
 
 use std::{
-    fs::OpenOptions,
+    fs::{File, OpenOptions},
     io::{self, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
+    process::ExitCode,
 };
 
 use flate2::{Compression, write::GzEncoder};
 use k8s_openapi::jiff::Timestamp;
 
-use crate::{arguments::SupportOptions, error::KubectlError, observed::Cluster, screen::print};
+use crate::{
+    arguments::SupportOptions,
+    error::KubectlError,
+    observed::Cluster,
+    screen::{complain, print, yaml},
+};
 use base::words::many;
-use gather::{Piece, gather, secrets};
+use gather::{BundleFile, Content, gather, secrets};
 use scrub::Scrub;
 
-/// Writes the archive.
+/// Writes the archive. The exit code is 1 if nothing could be read.
 ///
 /// # Errors
 /// The file is there already, or can't be written. What can't be read is named in the archive.
-pub(crate) async fn run(cluster: &Cluster, options: &SupportOptions) -> Result<(), KubectlError> {
+pub(crate) async fn run(cluster: &Cluster, options: &SupportOptions) -> Result<ExitCode, KubectlError> {
     let now = Timestamp::now();
-    let file =
-        options.file.clone().unwrap_or_else(|| PathBuf::from(format!("flux-support-{}.tar.gz", now.as_second())));
-    // Before anything is read: who has no room or no right hears it at once.
-    let mut out = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&file)
-        .map_err(|error| KubectlError::Input(format!("can't create {}: {error}", file.display())))?;
-    let (secrets, pieces) = futures::join!(secrets(cluster), gather(cluster, options.all_logs));
-    let scrub = Scrub::of(secrets.values.iter().map(Vec::as_slice));
-    let mut pieces: Vec<Piece> = pieces.into_iter().chain(secrets.note).collect();
-    for piece in &mut pieces {
-        piece.text = scrub.text(&piece.text);
+    let file = options.out.clone().unwrap_or_else(|| PathBuf::from(format!("flux-support-{}.tar.gz", now.as_second())));
+    let failed = |source| KubectlError::File { path: file.clone(), source };
+    // Before anything is read: whoever has no room or no right learns it at once. An archive that is cut off keeps its own name.
+    let part = PathBuf::from(format!("{}.{}.part", file.display(), std::process::id()));
+    let mut out = create(&file, &part).map_err(failed)?;
+    let (secrets, mut files) = futures::join!(secrets(cluster), gather(cluster, options.all_logs));
+    let is_empty = is_all_unread(&files);
+    if let Err(why) = &secrets {
+        let note =
+            format!("the Secrets could not be read, because {why}: only what looks like a secret was taken out\n");
+        complain(&note);
+        files.push(BundleFile { name: "READ-BEFORE-SENDING.txt".to_owned(), content: Content::Text(note) });
     }
-    let written = archive(&mut out, &pieces, now);
-    if let Err(error) = written.and_then(|()| out.sync_all()) {
+    let secrets = secrets.unwrap_or_default();
+    let scrub = Scrub::of(secrets.iter().map(|(name, value)| (name.as_str(), value.as_slice())));
+    let texts: Vec<_> = files.into_iter().map(|file| (file.name, text(&scrub, file.content))).collect();
+    let written = archive(&mut out, &texts, now).and_then(|()| out.sync_all());
+    if let Err(error) = written.and_then(|()| std::fs::rename(&part, &file)) {
         // A half of an archive helps nobody.
-        let _ = std::fs::remove_file(&file);
-        return Err(KubectlError::Input(format!("can't write {}: {error}", file.display())));
+        let _ = std::fs::remove_file(&part);
+        return Err(failed(error));
     }
-    let count = many(pieces.len() as u64, "file");
-    Ok(print(&format!("{} holds {count}; read them before you pass them on\n", file.display()))?)
+    let count = many(texts.len() as u64, "file");
+    print(&format!("{} holds {count}; read them before you pass them on\n", file.display()))?;
+    if is_empty {
+        complain("nothing could be read from the cluster: doctor.txt in the archive says why\n");
+    }
+    Ok(if is_empty { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-fn archive(out: impl Write, pieces: &[Piece], now: Timestamp) -> io::Result<()> {
+/// Creates `part`, unless there is a `file` already: an older archive stays.
+fn create(file: &Path, part: &Path) -> io::Result<File> {
+    if file.symlink_metadata().is_ok() {
+        return Err(io::ErrorKind::AlreadyExists.into());
+    }
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(part)
+}
+
+/// True if no file holds anything of the cluster: the doctor always has something to say.
+fn is_all_unread(files: &[BundleFile]) -> bool {
+    files.iter().filter(|file| file.name != "doctor.txt").all(|file| matches!(file.content, Content::Unread(_)))
+}
+
+/// A file's text without secrets. YAML folds and quotes texts, so they lose their secrets before and after.
+fn text(scrub: &Scrub, content: Content) -> String {
+    let text = match content {
+        Content::Text(text) => text,
+        Content::Unread(why) => format!("can't be read: {why}\n"),
+        Content::Tree(mut tree) => {
+            scrub.tree(&mut tree);
+            yaml(&tree).unwrap_or_else(|error| format!("can't be written: {error}\n"))
+        }
+    };
+    scrub.text(&text)
+}
+
+fn archive(out: impl Write, files: &[(String, String)], now: Timestamp) -> io::Result<()> {
     let mut archive = tar::Builder::new(GzEncoder::new(out, Compression::default()));
-    for Piece { name, text } in pieces {
+    for (name, text) in files {
         let mut header = tar::Header::new_gnu();
         header.set_mode(0o600);
         header.set_size(text.len() as u64);
@@ -59,4 +96,31 @@ fn archive(out: impl Write, pieces: &[Piece], now: Timestamp) -> io::Result<()> 
         archive.append_data(&mut header, Path::new("flux-support").join(name), text.as_bytes())?;
     }
     archive.into_inner()?.finish().map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_older_archive_stays_and_only_the_owner_reads_a_new_one() {
+        let directory = std::env::temp_dir().join(format!("flux-support-test-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let (file, part) = (directory.join("a.tar.gz"), directory.join("a.part"));
+        let mode =
+            std::os::unix::fs::PermissionsExt::mode(&create(&file, &part).unwrap().metadata().unwrap().permissions());
+        assert_eq!(mode & 0o777, 0o600);
+        std::fs::rename(&part, &file).unwrap();
+        assert_eq!(create(&file, &part).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn an_archive_without_anything_of_the_cluster_is_a_failure() {
+        let file = |name: &str, content| BundleFile { name: name.to_owned(), content };
+        let unread = || file("pods.yaml", Content::Unread("no".to_owned()));
+        let doctor = || file("doctor.txt", Content::Text("x".to_owned()));
+        assert!(is_all_unread(&[doctor(), unread()]));
+        assert!(!is_all_unread(&[doctor(), unread(), file("leases.yaml", Content::Text(String::new()))]));
+    }
 }

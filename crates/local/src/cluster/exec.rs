@@ -25,8 +25,9 @@ use super::{
     shim::enter_node,
 };
 use crate::error::{Context, LocalError};
+use base::process::exit_code;
 use broker::command::{NO_ANSWER, PING_LEAD};
-use host::{HOST_PATH, exit_code};
+use host::HOST_PATH;
 
 /// How long a command of Flux is silent before rank 0 is asked whether it answers.
 const PATIENCE: Duration = Duration::from_secs(3);

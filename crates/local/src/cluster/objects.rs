@@ -59,7 +59,7 @@ fn named() -> ObjectMeta {
 
 fn daemon_set() -> DaemonSet {
     let container = Container {
-        name: "agent".to_owned(),
+        name: api::AGENT_CONTAINER.to_owned(),
         image: Some("flux-distribute".to_owned()),
         args: Some(vec!["agent".to_owned()]),
         ..Container::default()

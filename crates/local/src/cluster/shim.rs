@@ -9,7 +9,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 use super::control::report_line;
 use crate::error::{Context, LocalError};
-use host::exit_code;
+use base::process::exit_code;
 
 /// Namespaces of a node's PID 1 in the order in which they are entered. The last one makes our own /proc unreachable.
 const NAMESPACES: [(&str, CloneFlags); 6] = [

@@ -1,0 +1,56 @@
+//! Runs kubectl on the same cluster: it has the terminals, and the ways to log in.
+
+use std::process::{Command, ExitCode, Stdio};
+
+use crate::{arguments::Connection, error::KubectlError};
+use api::NAMESPACE;
+use base::process::exit_code;
+
+/// What kubectl reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stdin {
+    /// What this program would.
+    Ours,
+    /// Nothing: what somebody types ahead is for the shell that comes next.
+    Nothing,
+}
+
+/// Runs kubectl on the same cluster, and returns its exit code.
+///
+/// # Errors
+/// kubectl can't be run.
+pub(crate) fn run_kubectl(
+    connection: &Connection,
+    arguments: &[String],
+    stdin: Stdin,
+) -> Result<ExitCode, KubectlError> {
+    let mut command = command(connection, arguments);
+    if stdin == Stdin::Nothing {
+        command.stdin(Stdio::null());
+    }
+    Ok(exit_code(command.status().map_err(KubectlError::Kubectl)?))
+}
+
+/// Checks that there is a kubectl.
+///
+/// # Errors
+/// It can't be run.
+pub(crate) fn is_there() -> Result<(), KubectlError> {
+    let mut command = Command::new("kubectl");
+    command.args(["version", "--client"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().map(drop).map_err(KubectlError::Kubectl)
+}
+
+/// kubectl on the same cluster, in our namespace.
+pub(crate) fn command(connection: &Connection, arguments: &[String]) -> Command {
+    let mut command = Command::new("kubectl");
+    command.args(["--namespace", NAMESPACE]);
+    if let Some(file) = &connection.kubeconfig {
+        command.arg("--kubeconfig").arg(file);
+    }
+    if let Some(context) = &connection.context {
+        command.args(["--context", context]);
+    }
+    command.args(arguments);
+    command
+}
