@@ -287,6 +287,8 @@ async fn an_uninstall_goes_to_the_cluster_it_began_with() {
     let (code, said, complaint) = bed.run(&["uninstall", "--yes"]).await;
     assert!(code == 7 && said.contains("all hosts are clean\n"), "{said}{complaint}");
     assert!(said.contains("--context\nlocal\ndelete\n--ignore-not-found\n--timeout=600s\n"), "{said}");
+    // kubectl refuses a file with objects of another namespace than the one that it is told.
+    assert!(!said.contains("--namespace"), "{said}");
     // This kubectl changes the kubeconfig, as somebody may who logs in elsewhere meanwhile.
     let change = format!(
         "#!/bin/sh\nexec /bin/sed -i 's|server: *https://|server: https://other.|;s|\"server\": *\"https://|&other.|' {}\n",

@@ -90,6 +90,8 @@ fn a_prefix_that_lost_its_state_is_claimed_again_if_all_in_it_is_ours() {
         host.claim().unwrap();
         host.environment(DIGEST, None);
         host.configure(&configure_order()).unwrap();
+        // A start makes it.
+        fs::create_dir(host.below("run")).unwrap();
         fs::remove_file(host.below("state.json")).unwrap();
         host.write(&roster, &format!("{{\"instanceUID\": \"{uid}\"}}"));
         other.iter().for_each(|name| host.write(&format!("{PREFIX}/{name}"), ""));

@@ -232,7 +232,10 @@ impl<'a> Pieces<'a> {
             None => (None, text),
         };
         // An IPv6 address is in brackets, which would otherwise end the URL.
-        let host = if text.starts_with('[') { text.find(']').map_or(0, |at| at + 1) } else { 0 };
+        let host = match text.strip_prefix('[').and_then(|host| host.find(|c| is_end(c) || "]/?#".contains(c))) {
+            Some(at) if text[at + 1..].starts_with(']') => at + 2,
+            _ => 0,
+        };
         let end = text[host..].find(|c| is_end(c) || "',;()[]".contains(c)).map_or(text.len(), |end| host + end);
         let (url, next) = text.split_at(end);
         let (place, query) = url.split_once('?').map_or((url, None), |(place, query)| (place, Some(query)));

@@ -1,11 +1,14 @@
 //! Builds a broker's command line and environment from the roster. Pure.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use api::{BROKER_URI, EpochSettings, Rank};
+use api::{BROKER_SOCKET_DIR, BROKER_URI, EpochSettings, Rank};
 use host::{HOST_PATH, state};
 use hostapi::{LaunchOrder, LaunchRecord};
 
@@ -13,6 +16,8 @@ use hostapi::{LaunchOrder, LaunchRecord};
 pub const CONNECT_HEADER: &str = "#!/bin/sh\n# Opens a shell in the Flux instance of this node";
 /// The broker's rundir below the prefix (flux-broker-attributes(7)). Flux runs batch scripts from there, and many hosts mount /run noexec.
 pub const RUNDIR: &str = "run";
+/// Longest rundir that Flux takes, in bytes (flux-core src/broker/rundir.c leaves room for a socket's name).
+const LONGEST_RUNDIR: usize = 96;
 /// Path below the prefix of the lead's live configuration: the JSON of `plan::names::live_configuration`.
 pub const LIVE_CONFIGURATION: &str = "etc/live.json";
 /// Directory below the prefix that Flux searches for more rc1 tasks (flux-modprobe(1)).
@@ -59,6 +64,12 @@ struct Attribute {
     lead_only: bool,
 }
 
+/// The broker's rundir on a host with that prefix. If the prefix is too long for it, the directory of the socket, where it always was before.
+pub fn rundir(prefix: &Path) -> PathBuf {
+    let below = prefix.join(RUNDIR);
+    if below.as_os_str().len() <= LONGEST_RUNDIR { below } else { BROKER_SOCKET_DIR.into() }
+}
+
 /// The attributes of flux-core's own unit for a system instance (etc/flux.service.in), without those that need
 /// libsystemd. An attribute that a broker does not know is fatal since 0.82. All of these are in the attribute tables
 /// of 0.82 (the first version with `hostname`, which we need to name a broker) and 0.88. Before you add a newer one,
@@ -67,7 +78,7 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
     let known = |name, value: Option<&str>| Attribute { name, value: value.map(str::to_owned), lead_only: false };
     let lead = |name, value| Attribute { lead_only: true, ..known(name, Some(value)) };
     let state = identity.prefix.join("state").display().to_string();
-    let rundir = identity.prefix.join(RUNDIR).display().to_string();
+    let rundir = rundir(identity.prefix).display().to_string();
     let (cleanup, shutdown) = (CLEANUP_SECS.to_string(), format!("{SHUTDOWN_MINUTES}m"));
     vec![
         known("hostname", Some(identity.broker_name)),
@@ -255,6 +266,13 @@ mod tests {
             epoch: 3,
             loads_live_configuration: true,
         }
+    }
+
+    #[test]
+    fn a_rundir_is_never_longer_than_flux_takes() {
+        let of = |letters: usize| rundir(Path::new(&format!("/{}", "x".repeat(letters)))).display().to_string();
+        assert_eq!(of(91).len(), 96);
+        assert_eq!(of(92), BROKER_SOCKET_DIR);
     }
 
     #[test]

@@ -84,9 +84,9 @@ impl KubectlError {
         visible_lines(&chain(self))
     }
 
-    /// True if the API server doesn't know the caller, or gives the caller no right.
+    /// As [`is_denied`].
     pub(crate) fn is_denied(&self) -> bool {
-        matches!(self, Self::Api(error) if matches!(error.code(), Some(401 | 403)))
+        matches!(self, Self::Api(error) if is_denied(error))
     }
 
     /// True if the API server has no such object, or no such kind of objects.
@@ -98,6 +98,13 @@ impl KubectlError {
     pub fn is_closed_output(&self) -> bool {
         matches!(self, Self::Write(error) if error.kind() == io::ErrorKind::BrokenPipe)
     }
+}
+
+/// True if the API server doesn't know the caller or gives the caller no right, or if the caller's login command has failed: to ask again and
+/// again would lock an account, or open one window of a browser after the other.
+pub(crate) fn is_denied(error: &ApiError) -> bool {
+    let mut causes = std::iter::successors(Some(error as &(dyn Error + 'static)), |cause| (*cause).source());
+    matches!(error.code(), Some(401 | 403)) || causes.any(is_of_login)
 }
 
 /// An error and its causes as one sentence. Whoever answers in the place of an API server may send a whole page: its first line suffices.

@@ -104,7 +104,9 @@ pub(crate) async fn undrain(cluster: &Cluster, nodes: &str) -> Result<ExitCode, 
 /// As [`ranks`], or the API server fails.
 async fn ranks_of(cluster: &Cluster, nodes: &str, first_word: Option<&String>) -> Result<IdSet, KubectlError> {
     let (observed, roster) = futures::try_join!(cluster.observe(), cluster.roster())?;
-    if let Some(word) = first_word.filter(|word| observed.nodes.iter().any(|node| node.name_any() == **word)) {
+    let is_node = |name: &String| observed.nodes.iter().any(|node| node.name_any() == *name);
+    let names_nodes = |word: &&String| hostlist::parse(word).is_ok_and(|names| names.iter().any(is_node));
+    if let Some(word) = first_word.filter(names_nodes) {
         return Err(KubectlError::Input(format!(
             "{word} is a node, and would be the reason: write several nodes as a hostlist, such as {nodes},{word}"
         )));

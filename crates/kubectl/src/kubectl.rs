@@ -24,7 +24,8 @@ pub(crate) fn run_kubectl(
     arguments: &[String],
     stdin: Stdin,
 ) -> Result<ExitCode, KubectlError> {
-    let mut command = command(connection, arguments);
+    let mut command = command(connection, &["--namespace".to_owned(), NAMESPACE.to_owned()]);
+    command.args(arguments);
     if stdin == Stdin::Nothing {
         command.stdin(Stdio::null());
     }
@@ -41,10 +42,9 @@ pub(crate) fn is_there() -> Result<(), KubectlError> {
     command.status().map(drop).map_err(KubectlError::Kubectl)
 }
 
-/// kubectl on the same cluster, in our namespace.
+/// kubectl on the same cluster. Without a namespace: kubectl refuses objects of a file that name another one.
 pub(crate) fn command(connection: &Connection, arguments: &[String]) -> Command {
     let mut command = Command::new("kubectl");
-    command.args(["--namespace", NAMESPACE]);
     if let Some(file) = &connection.kubeconfig {
         command.arg("--kubeconfig").arg(file);
     }

@@ -11,7 +11,7 @@ use kube::{ResourceExt, api::DeleteParams, core::DeserializeGuard};
 use crate::{
     alike::{alike, names},
     arguments::UninstallOptions,
-    error::{KubectlError, chain},
+    error::{KubectlError, chain, is_denied},
     kubectl,
     observed::{Cluster, Observed},
     overview::lead_of,
@@ -22,7 +22,7 @@ use base::{
     process::exit_code,
     words::{many, visible},
 };
-use cluster::{ApiError, call, gone_is_fine};
+use cluster::{call, gone_is_fine};
 
 /// The objects of an installation, in the order in which they go: whoever gets the agents' ServiceAccount next must not get the rights of the
 /// bridge with it. Only their kinds and names matter here.
@@ -115,7 +115,7 @@ async fn wait_for_hosts(cluster: &Cluster, limit: Duration) -> Result<(), Kubect
             Ok(nodes) => left(&nodes),
             // The kind itself is gone.
             Err(error) if error.code() == Some(404) => None,
-            Err(error) if begin.elapsed() > limit || is_refused(&error) => return Err(error.into()),
+            Err(error) if begin.elapsed() > limit || is_denied(&error) => return Err(error.into()),
             Err(error) => Some(format!("{}\n", visible(&chain(&error)))),
         };
         let Some(text) = text else { return print("all hosts are clean\n") };
@@ -137,11 +137,6 @@ async fn wait_for_hosts(cluster: &Cluster, limit: Duration) -> Result<(), Kubect
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }
-}
-
-/// True if the API server has answered, and will answer the same next time.
-fn is_refused(error: &ApiError) -> bool {
-    matches!(error.code(), Some(401 | 403))
 }
 
 /// The hosts that are not clean, those with the same words in a line; None if there are none. Pure.

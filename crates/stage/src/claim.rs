@@ -9,6 +9,7 @@ use std::{
 
 use super::links::CURRENT;
 use api::{PrefixError, check_prefix, check_prefix_characters};
+use broker::command::RUNDIR;
 use host::{
     Root,
     distrust::Distrust,
@@ -221,7 +222,8 @@ fn configured_for(root: &Root, prefix: &Path) -> Option<String> {
 fn is_ours(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let known = |name: &str| {
-        DIRECTORIES.contains(&name) || [STATEDIR, DUMPS, CURRENT, LOCK, LOCK_REPLACING, STATE, POINTER].contains(&name)
+        DIRECTORIES.contains(&name)
+            || [RUNDIR, STATEDIR, DUMPS, CURRENT, LOCK, LOCK_REPLACING, STATE, POINTER].contains(&name)
     };
     // A temporary file of a writer that was killed.
     let written = name.strip_prefix('.').and_then(|name| name.strip_suffix(".new"));

@@ -7,7 +7,7 @@ use api::{
 };
 use base::error_chain;
 use broker::{
-    command::{BrokerIdentity, RUNDIR, launch},
+    command::{BrokerIdentity, launch, rundir},
     files::{APPLIED, FileTexts, files},
     unit::{SERVICE, SLICE_DROP_IN, service},
 };
@@ -132,7 +132,7 @@ pub(super) fn steps(preview: &Preview, spec: &FluxInstanceSpec, node: &str) -> R
         format!("with systemd: starts {SERVICE} in flux.slice, from {UNITS}/{SERVICE} and {UNITS}/{SLICE_DROP_IN}"),
         "without: starts the broker in cgroups of its own, outside of the pod's".to_owned(),
         written(&log::path(prefix), "the broker's log"),
-        written(&prefix.join(RUNDIR), "the broker's rundir, with the temporary directories of jobs"),
+        written(&rundir(prefix), "the broker's rundir, with the temporary directories of jobs"),
     ];
     if place.rank == 0 {
         start.push(written(&prefix.join(APPLIED), "which revision of the roster the broker has loaded"));

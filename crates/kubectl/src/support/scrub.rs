@@ -126,7 +126,8 @@ fn without_patterns(text: &str) -> String {
         if is_within || is_key || line.contains("secret-key") {
             return if line.ends_with('\n') { format!("{MASK}\n") } else { MASK.to_owned() };
         }
-        without_tokens(&without_credentials(&without_named(line)))
+        // The names last: the scheme of `X-Auth-Token: Bearer TOKEN` is a value of the name.
+        without_tokens(&without_named(&without_credentials(line)))
     };
     text.split_inclusive('\n').map(line).collect()
 }
@@ -186,10 +187,15 @@ fn without_credentials(line: &str) -> String {
 fn mask_after(line: &str, names: &[&str], value: impl Fn(&str) -> Option<(&str, usize)>) -> String {
     let lower = line.to_ascii_lowercase();
     let (mut safe, mut done) = (String::new(), 0);
-    loop {
-        let next = names.iter().filter_map(|name| Some((lower[done..].find(name)?, name.len()))).min();
-        let Some((at, length)) = next else { break };
-        let behind = done + at + length;
+    // All places at once: whoever can write a line of megabytes must not make each of them a search to its end.
+    let mut places: Vec<(usize, usize)> =
+        names.iter().flat_map(|name| lower.match_indices(name).map(|(at, name)| (at, name.len()))).collect();
+    places.sort_unstable();
+    for (at, length) in places {
+        if at < done {
+            continue;
+        }
+        let behind = at + length;
         safe.push_str(&line[done..behind]);
         done = behind;
         if let Some((rest, length)) = value(&line[behind..]).filter(|(_, length)| *length > 0) {
@@ -436,6 +442,7 @@ mod tests {
         let key = "-----BEGIN RSA PRIVATE KEY-----\n2026-01-01T00:00:00Z MIIEpAIB\nAAKC\n-----END RSA PRIVATE KEY-----\nafter\n";
         let cut = format!("-----BEGIN PRIVATE KEY-----\n{}", "MIIE\n".repeat(250));
         for (text, expected) in [
+            ("X-Auth-Token: Bearer abcdef\n", "X-Auth-Token: *** ***\n"),
             ("https://me:pass@example.org/x\n", "https://***@example.org/x\n"),
             ("Authorization: Bearer abcdef, next\n", "Authorization: Bearer ***, next\n"),
             ("map[Authorization:[Bearer  abcdef] Accept:[*/*]]\n", "map[Authorization:[Bearer  ***] Accept:[*/*]]\n"),
@@ -458,5 +465,14 @@ mod tests {
         ] {
             assert_eq!(scrubbed(&[], text), expected);
         }
+    }
+
+    /// Root on a node can write such a line into the agent's log.
+    #[test]
+    fn a_line_of_megabytes_is_read_once() {
+        let long = "token ".repeat(1 << 19);
+        assert_eq!(scrubbed(&[], &long), long);
+        let urls = "://[".repeat(1 << 19);
+        assert_eq!(scrubbed(&[], &urls), urls);
     }
 }

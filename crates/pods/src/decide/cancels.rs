@@ -72,6 +72,10 @@ pub(super) fn evict(round: &mut Round, gang: &Gang, jobs: &[(&Job, &GangJob)]) -
 /// once.
 pub(super) fn is_whole_job(gang: &Gang, job: &KubeJob) -> bool {
     let is_owned = |pod: &PodView| pod.owner.as_ref().is_some_and(|owner| owner.uid == job.uid);
-    let owns_all = gang.members.iter().filter(|pod| pod.stays()).all(|pod| is_owned(pod));
-    job.job_set.is_none() && owns_all && gang.size >= job.pods_at_a_time()
+    let staying = || gang.members.iter().filter(|pod| pod.stays());
+    let owns_all = staying().all(|pod| is_owned(pod));
+    // The size of a gang that has a problem is not known, such as after its PodGroup was deleted.
+    let size =
+        if gang.problem.is_some() { staying().count() } else { usize::try_from(gang.size).unwrap_or(usize::MAX) };
+    job.job_set.is_none() && owns_all && size >= usize::try_from(job.pods_at_a_time()).unwrap_or(usize::MAX)
 }

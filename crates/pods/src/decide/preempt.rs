@@ -65,16 +65,18 @@ pub(super) fn forget(round: &Round, memory: &mut PreemptMemory) {
     let is_suspended = |gang: &Gang| gang.job.is_some_and(|job| job.is_suspended);
     let running = round.gangs.iter().filter(|(gang, _)| !is_suspended(gang));
     let held = running.flat_map(|(_, holdings)| &holdings.jobs);
-    let staying: BTreeSet<JobId> = match is_under_way(round) {
-        true => BTreeSet::new(),
-        false => held.filter(|held| stays(held)).map(|held| held.job.id).collect(),
+    let staying: BTreeMap<JobId, &Held> = match is_under_way(round) {
+        true => BTreeMap::new(),
+        false => held.filter(|held| stays(held)).map(|held| (held.job.id, held)).collect(),
     };
-    if memory.made_way.iter().any(|id| staying.contains(id)) {
-        // The API server let some of them not go. These are no candidates any more, so the next attempt is another one.
+    let is_protected = |pod: &PodView| round.world.protected.contains(&pod.uid);
+    let has_protected = |held: &&Held| held.slots.iter().any(|(_, pod)| pod.is_some_and(is_protected));
+    if memory.made_way.iter().filter_map(|id| staying.get(id)).any(has_protected) {
+        // These are no candidates any more, so the next attempt is another one. One that failed for another reason would be the same.
         let last = memory.helped.values_mut().max_by_key(|helped| helped.at);
         last.into_iter().for_each(|helped| helped.times = 1);
     }
-    memory.made_way.retain(|id| !staying.contains(id) && round.jobs.get(*id).is_some_and(Job::is_active));
+    memory.made_way.retain(|id| !staying.contains_key(id) && round.jobs.get(*id).is_some_and(Job::is_active));
 }
 
 /// Makes gangs go for the first gang that has waited for long enough and that this helps.

@@ -25,7 +25,7 @@ pub use found::{UnknownBroker, Unrestored};
 
 use self::{found::UnrecordedBroker, record::RunRecord, systemd::Systemd};
 use api::{BROKER_SOCKET_DIR, RUN_DIR};
-use broker::command::RUNDIR;
+use broker::command::rundir;
 use host::{
     Root, cgroup, facts,
     files::FileError,
@@ -220,18 +220,26 @@ impl HostPlaces {
         if let Some(unknown) = unknown {
             return Err(LaunchError::Unrecorded(unknown));
         }
-        if self.systemd.is_none() {
+        match &self.systemd {
+            // systemd may not have answered `observe`, so an unrecorded main process may run.
+            Some(systemd) => {
+                if let Some(process) = systemd.process()? {
+                    return Err(LaunchError::StillRuns { pid: process.pid });
+                }
+            }
             // Processes that a crashed broker left hold cores that the next broker will allocate, and may write into its rundir.
-            self.kill_left_behind()?;
+            None => self.kill_left_behind()?,
         }
         make_owned_dir(&self.socket_dir, &user).map_err(FileError::on("make", &self.socket_dir))?;
-        // Jobs of a broker that was killed have left their temporary directories there.
-        let rundir = order.prefix.join(RUNDIR);
-        if let Err(error) = remove_all_if_there(&rundir) {
-            // A job of root may have mounted something there.
-            tracing::warn!(%error, path = %rundir.display(), "can't remove what jobs have left");
+        let rundir = rundir(&order.prefix);
+        if rundir.starts_with(&order.prefix) {
+            // Jobs of a broker that was killed have left their temporary directories there.
+            if let Err(error) = remove_all_if_there(&rundir) {
+                // A job of root may have mounted something there.
+                tracing::warn!(%error, path = %rundir.display(), "can't remove what jobs have left");
+            }
+            make_owned_dir(&rundir, &user).map_err(FileError::on("make", &rundir))?;
         }
-        make_owned_dir(&rundir, &user).map_err(FileError::on("make", &rundir))?;
         let log = log::open(&order.prefix);
         let log = log.map_err(FileError::on("open", &log::path(&order.prefix)))?;
         // A full disk must not prevent a start.
@@ -241,10 +249,6 @@ impl HostPlaces {
 
         match &self.systemd {
             Some(systemd) => {
-                // systemd may not have answered `observe`, so an unrecorded main process may run.
-                if let Some(process) = systemd.process()? {
-                    return Err(LaunchError::StillRuns { pid: process.pid });
-                }
                 // Stored before the start, so that a unit that is found running always has a record.
                 let (prefix, order_record) = (order.prefix.clone(), order.record.clone());
                 let mut record = RunRecord {
