@@ -8,6 +8,7 @@ use crate::{
     facts::{KubeJob, OfJobSet, SuspendReason, job_sets},
     fixture::{kube_job, of_job},
     pod::{Phase, PodView},
+    record::GangKind,
     time::SECOND,
 };
 
@@ -174,6 +175,26 @@ fn a_cancel_of_a_gang_that_is_a_part_of_a_job_evicts_its_pods() {
     let hints = gang("g", 2)[0].hints.clone();
     bed.create((0..2).map(|index| PodView { hints: hints.clone(), ..of_job("train", index) }));
     bed.settle();
+    bed.cancel(JobId(1), "");
+    bed.pass(2 * SECOND);
+    assert_eq!(suspended(&bed), None);
+    assert!(bed.pods.values().all(PodView::is_deleting));
+}
+
+/// A PodGroup is looked up only while pods of it wait.
+#[test]
+fn a_gang_whose_pod_group_is_not_known_any_more_is_not_the_whole_job() {
+    let mut bed = Bed::new(&[2]);
+    let job = KubeJob { completions: None, ..kube_job("train", 5) };
+    bed.seen.facts.jobs.insert(job.uid.clone(), job);
+    bed.seen.facts.pod_groups.insert((GangKind::Coscheduling, "default".into(), "g".into()), Some(2));
+    bed.create((0..2).map(|index| {
+        let mut pod = of_job("train", index);
+        pod.hints.coscheduling = Some("g".into());
+        pod
+    }));
+    bed.settle();
+    bed.seen.facts.pod_groups.clear();
     bed.cancel(JobId(1), "");
     bed.pass(2 * SECOND);
     assert_eq!(suspended(&bed), None);
