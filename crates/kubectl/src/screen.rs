@@ -23,7 +23,8 @@ pub(crate) struct Screen {
 }
 
 impl Screen {
-    /// A file, which has neither an end of its lines nor colours.
+    /// One that has neither an end of its lines nor colours.
+    #[cfg(test)]
     pub const FILE: Self = Self { width: None, has_colours: false };
 
     /// stdout as it is now: a terminal can change its width.

@@ -19,7 +19,6 @@ use crate::{
     error::chain,
     observed::{Cluster, list},
     overview::{Attention, Overview, overview},
-    screen::Screen,
 };
 use api::{
     AGENT_CONTAINER, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY,
@@ -71,8 +70,8 @@ pub(super) async fn secrets(cluster: &Cluster) -> Result<Vec<(String, Vec<u8>)>,
 pub(super) async fn gather(cluster: &Cluster, all_logs: bool) -> Vec<BundleFile> {
     let inputs = cluster.doctor_inputs().await;
     let checks = doctor::checks(&inputs, clock::now());
-    let mut files =
-        vec![BundleFile { name: "doctor.txt".to_owned(), content: Content::Text(doctor::text(&checks, Screen::FILE)) }];
+    // Text by text, so that what one node has written can't have other nodes' checks masked.
+    let mut files = vec![BundleFile { name: "doctor.yaml".to_owned(), content: tree(&checks) }];
     let overview = inputs.observed.as_ref().map(overview);
     files.push(BundleFile {
         name: "status.yaml".to_owned(),

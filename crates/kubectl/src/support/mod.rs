@@ -55,7 +55,7 @@ pub(crate) async fn run(cluster: &Cluster, options: &SupportOptions) -> Result<E
     let count = many(texts.len() as u64, "file");
     print(&format!("{} holds {count}; read them before you pass them on\n", file.display()))?;
     if is_empty {
-        complain("nothing could be read from the cluster: doctor.txt in the archive says why\n");
+        complain("nothing could be read from the cluster: doctor.yaml in the archive says why\n");
     }
     Ok(if is_empty { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
@@ -70,7 +70,7 @@ fn create(file: &Path, part: &Path) -> io::Result<File> {
 
 /// True if no file holds anything of the cluster: the doctor always has something to say.
 fn is_all_unread(files: &[BundleFile]) -> bool {
-    files.iter().filter(|file| file.name != "doctor.txt").all(|file| matches!(file.content, Content::Unread(_)))
+    files.iter().filter(|file| file.name != "doctor.yaml").all(|file| matches!(file.content, Content::Unread(_)))
 }
 
 /// A file's text without secrets. YAML folds and quotes texts, so they lose their secrets before and after.
@@ -119,7 +119,7 @@ mod tests {
     fn an_archive_without_anything_of_the_cluster_is_a_failure() {
         let file = |name: &str, content| BundleFile { name: name.to_owned(), content };
         let unread = || file("pods.yaml", Content::Unread("no".to_owned()));
-        let doctor = || file("doctor.txt", Content::Text("x".to_owned()));
+        let doctor = || file("doctor.yaml", Content::Text("x".to_owned()));
         assert!(is_all_unread(&[doctor(), unread()]));
         assert!(!is_all_unread(&[doctor(), unread(), file("leases.yaml", Content::Text(String::new()))]));
     }

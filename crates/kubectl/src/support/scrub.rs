@@ -45,8 +45,21 @@ const COMMON: [&str; 12] = [
     "ready",
 ];
 /// Names whose value is a secret, at their end and in lower case.
-const SECRET_NAMES: [&str; 9] =
-    ["password", "passwd", "token", "secret", "apikey", "api_key", "api-key", "access_key", "accesskey"];
+const SECRET_NAMES: [&str; 13] = [
+    "password",
+    "passphrase",
+    "passwd",
+    "pwd",
+    "token",
+    "secret",
+    "apikey",
+    "api_key",
+    "api-key",
+    "access_key",
+    "accesskey",
+    "private_key",
+    "secretkey",
+];
 /// HTTP's schemes of authentication (RFC 9110) whose next word is a secret.
 const SCHEMES: [&str; 2] = ["bearer", "basic"];
 /// RFC 3986 leaves these as they are, and some programs encode them nevertheless.
@@ -83,7 +96,11 @@ impl Scrub {
         match tree {
             Value::String(text) => *text = self.text(text),
             Value::Array(items) => items.iter_mut().for_each(|item| self.tree(item)),
-            Value::Object(fields) => fields.values_mut().for_each(|value| self.tree(value)),
+            Value::Object(fields) => fields.iter_mut().for_each(|(name, value)| match value {
+                // As YAML, a value of several lines would not stand behind its name any more.
+                Value::String(text) if has_secret_name(name) => MASK.clone_into(text),
+                value => self.tree(value),
+            }),
             _ => {}
         }
     }
@@ -130,6 +147,12 @@ fn without_patterns(text: &str) -> String {
         without_tokens(&without_named(&without_credentials(line)))
     };
     text.split_inclusive('\n').map(line).collect()
+}
+
+/// True if the value of a field of that name is a secret.
+fn has_secret_name(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    SECRET_NAMES.iter().any(|secret| name.ends_with(secret))
 }
 
 /// What ends a word in a log, in JSON and in a Go struct that is printed.
@@ -238,6 +261,14 @@ fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
                 value.trim_matches(|c| is_blank(c) || is_quote(c) || matches!(c, ',' | ';')).to_owned()
             }),
         );
+        // `.pgpass`, connection strings, several of them in a line.
+        for (at, _) in line.match_indices(['=', ':']) {
+            let before = line[..at].trim_end_matches(|c| is_blank(c) || is_quote(c));
+            let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
+            let value = line[at + 1..].trim_start_matches(|c| is_blank(c) || is_quote(c));
+            let word = value.split(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
+            parts.extend((!PUBLIC_FIELDS.contains(&name.to_ascii_lowercase().as_str())).then(|| word.to_owned()));
+        }
         // A URL's password.
         let user = line.split_once("://").and_then(|(_, after)| after.rsplit_once('@')).map(|(user, _)| user);
         parts.extend(user.and_then(|user| user.split_once(':')).map(|(_, password)| password.to_owned()));
@@ -289,7 +320,9 @@ fn leaves(document: &Value, found: &mut Vec<String>) {
         Value::Number(number) => found.push(number.to_string()),
         Value::Array(items) => items.iter().for_each(|item| leaves(item, found)),
         Value::Object(fields) => {
-            let secret = fields.iter().filter(|(name, _)| !PUBLIC_FIELDS.contains(&name.to_ascii_lowercase().as_str()));
+            let is_public = |name: &str| PUBLIC_FIELDS.contains(&name.to_ascii_lowercase().as_str());
+            // The user of a kubeconfig is an object, and holds a token.
+            let secret = fields.iter().filter(|(name, value)| !(value.is_string() && is_public(name)));
             secret.for_each(|(_, value)| leaves(value, found));
         }
         _ => {}
@@ -389,6 +422,9 @@ mod tests {
     #[test]
     fn values_in_files_of_any_kind_are_secrets() {
         for (secret, text, expected) in [
+            ("h:5432:db:me:pw-77\n", "pw-77!", "***!"),
+            ("Server=db1;Password=pw-77;\n", "pw-77!", "***!"),
+            ("{\"user\": {\"token\": \"pw-77\"}}", "pw-77!", "***!"),
             ("API_TOKEN=abcd1\nOTHER='wxyz9'\n", "got abcd1 and wxyz9", "got *** and ***"),
             ("//registry.example.org/:_authToken=npm-1\n", "npm-1!", "***!"),
             ("machine h login me password pw-77\n", "me pw-77", "me ***"),
