@@ -16,6 +16,8 @@ use kube::{
 
 use serde::de::DeserializeOwned;
 
+use serde_json::Value;
+
 use crate::{arguments::Connection, error::KubectlError};
 use api::{
     AGENT_SELECTOR, DAEMONSET, DAEMONSET_CONTROL_PLANES, FluxInstance, FluxNode, INSTANCE, LEASE_PLANNER, NAMESPACE,
@@ -33,8 +35,8 @@ pub(crate) struct Cluster {
     /// For kubectl, which is to speak to the same one. It always names a context: the kubeconfig's current one may be another
     /// one by the time that kubectl reads it.
     pub connection: Connection,
-    /// The name of the context, and the URL of its server.
-    target: (String, String),
+    /// What that context meant when this process began.
+    target: Target,
 }
 
 /// An instance and its nodes.
@@ -58,6 +60,16 @@ pub(crate) struct DoctorInputs {
     pub observed: Result<Observed, KubectlError>,
 }
 
+/// What a context of a kubeconfig means.
+#[derive(Debug, PartialEq)]
+struct Target {
+    context: String,
+    /// URL of its API server.
+    server: String,
+    /// The whole entry: many clusters have the same URL, behind tunnels, and differ in their certificate authority.
+    entry: Value,
+}
+
 impl Cluster {
     /// A client for the cluster that kubectl would speak to. It sends nothing yet.
     ///
@@ -66,16 +78,16 @@ impl Cluster {
     pub async fn connect(connection: &Connection) -> Result<Self, KubectlError> {
         let kubeconfig = read(connection).map_err(KubectlError::Kubeconfig)?;
         let target = target(&kubeconfig, connection.context.as_deref()).map_err(KubectlError::Kubeconfig)?;
-        let options = KubeConfigOptions { context: Some(target.0.clone()), ..KubeConfigOptions::default() };
+        let options = KubeConfigOptions { context: Some(target.context.clone()), ..KubeConfigOptions::default() };
         let config = Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(KubectlError::Kubeconfig)?;
         let client = cluster::client(config).map_err(KubectlError::Client)?;
-        let connection = Connection { context: Some(target.0.clone()), ..connection.clone() };
+        let connection = Connection { context: Some(target.context.clone()), ..connection.clone() };
         Ok(Self { client, connection, target })
     }
 
     /// The cluster in words, for a person to check: its context and its server.
     pub fn name(&self) -> String {
-        let (context, server) = &self.target;
+        let Target { context, server, .. } = &self.target;
         format!("context {context}, server {server}")
     }
 
@@ -90,8 +102,8 @@ impl Cluster {
             return Ok(());
         }
         Err(KubectlError::State(format!(
-            "the kubeconfig has changed: context {} means server {} now, not {}; nothing more was deleted",
-            now.0, now.1, self.target.1
+            "the kubeconfig has changed: context {} means another cluster now (server {}, before {}); nothing more was deleted",
+            now.context, now.server, self.target.server
         )))
     }
 
@@ -203,15 +215,17 @@ fn read(connection: &Connection) -> Result<Kubeconfig, KubeconfigError> {
     there.iter().try_fold(Kubeconfig::default(), |merged, path| merged.merge(Kubeconfig::read_from(path)?))
 }
 
-/// The name of a context, by default of the current one, and the URL of its server. Pure.
-fn target(kubeconfig: &Kubeconfig, context: Option<&str>) -> Result<(String, String), KubeconfigError> {
+/// What a context means, by default the current one. Pure.
+fn target(kubeconfig: &Kubeconfig, context: Option<&str>) -> Result<Target, KubeconfigError> {
     let name = context.or(kubeconfig.current_context.as_deref()).ok_or(KubeconfigError::CurrentContextNotSet)?;
     let found = kubeconfig.contexts.iter().find(|known| known.name == name).and_then(|known| known.context.as_ref());
     let cluster = &found.ok_or_else(|| KubeconfigError::LoadContext(name.to_owned()))?.cluster;
     let found =
         kubeconfig.clusters.iter().find(|known| known.name == *cluster).and_then(|known| known.cluster.as_ref());
     let found = found.ok_or_else(|| KubeconfigError::LoadClusterOfContext(cluster.clone()))?;
-    Ok((name.to_owned(), found.server.clone().ok_or(KubeconfigError::MissingClusterUrl)?))
+    let server = found.server.clone().ok_or(KubeconfigError::MissingClusterUrl)?;
+    let entry = serde_json::to_value(found).unwrap_or_default();
+    Ok(Target { context: name.to_owned(), server, entry })
 }
 
 #[cfg(test)]
@@ -224,10 +238,13 @@ mod tests {
                     contexts: [{name: a, context: {cluster: c1, user: u}}, {name: b, context: {cluster: c2, user: u}}, {name: x, context: {cluster: c9, user: u}}]\n\
                     users: []\ncurrent-context: b\n";
         let kubeconfig = Kubeconfig::from_yaml(text).unwrap();
-        let named = |context| target(&kubeconfig, context).ok();
+        let named = |context| target(&kubeconfig, context).ok().map(|target| (target.context, target.server));
         let found = |context: &str, server: &str| Some((context.to_owned(), server.to_owned()));
         assert_eq!(named(None), found("b", "https://two"));
         assert_eq!(named(Some("a")), found("a", "https://one"));
         assert_eq!((named(Some("x")), named(Some("none"))), (None, None));
+        let other = text.replace("server: https://two", "server: https://two, certificate-authority-data: b3RoZXI=");
+        let other: Kubeconfig = serde_norway::from_str(&other).unwrap();
+        assert_ne!(target(&other, None).unwrap(), target(&kubeconfig, None).unwrap());
     }
 }
