@@ -6,6 +6,7 @@
 mod needs;
 
 use std::{
+    collections::BTreeSet,
     fs,
     io::Write,
     os::unix::fs::MetadataExt,
@@ -454,7 +455,10 @@ fn start_lead(bed: &Bed) -> (LaunchOrder, Vec<Place>, RunningBroker) {
     let order = lead(bed);
     bed.start(&order);
     let cgroup = places_here(&bed.places.cgroup).unwrap();
-    until("its job", || members(&cgroup).len() == 2);
+    // A job that was only just forked has the broker's command line still, and would be taken for the broker.
+    let line = |pid: &i32| fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let lines = || members(&cgroup).iter().map(line).collect::<BTreeSet<_>>();
+    until("its job", || members(&cgroup).len() == 2 && lines().len() == 2);
     let before = bed.places.observe(None).running.unwrap();
     (order, cgroup, before)
 }
