@@ -155,6 +155,11 @@ fn has_secret_name(name: &str) -> bool {
     SECRET_NAMES.iter().any(|secret| name.ends_with(secret))
 }
 
+/// True for one of [`PUBLIC_FIELDS`], in any case.
+fn is_public(name: &str) -> bool {
+    PUBLIC_FIELDS.contains(&name.to_ascii_lowercase().as_str())
+}
+
 /// What ends a word in a log, in JSON and in a Go struct that is printed.
 fn is_end(c: char) -> bool {
     c.is_whitespace() || matches!(c, '"' | '\'' | ',' | ';' | '[' | ']' | '{' | '}' | '(' | ')')
@@ -255,7 +260,7 @@ fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     // `.env`, `.npmrc`, `.condarc`
     for line in text.lines() {
         let named = ['=', ':'].iter().filter_map(|sign| line.split_once(*sign));
-        let values = named.filter(|(name, _)| !PUBLIC_FIELDS.contains(&name.trim().to_ascii_lowercase().as_str()));
+        let values = named.filter(|(name, _)| !is_public(name.trim()));
         parts.extend(
             values.map(|(_, value)| {
                 value.trim_matches(|c| is_blank(c) || is_quote(c) || matches!(c, ',' | ';')).to_owned()
@@ -267,7 +272,7 @@ fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
             let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
             let value = line[at + 1..].trim_start_matches(|c| is_blank(c) || is_quote(c));
             let word = value.split(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
-            parts.extend((!PUBLIC_FIELDS.contains(&name.to_ascii_lowercase().as_str())).then(|| word.to_owned()));
+            parts.extend((!is_public(name)).then(|| word.to_owned()));
         }
         // A URL's password.
         let user = line.split_once("://").and_then(|(_, after)| after.rsplit_once('@')).map(|(user, _)| user);
@@ -320,7 +325,6 @@ fn leaves(document: &Value, found: &mut Vec<String>) {
         Value::Number(number) => found.push(number.to_string()),
         Value::Array(items) => items.iter().for_each(|item| leaves(item, found)),
         Value::Object(fields) => {
-            let is_public = |name: &str| PUBLIC_FIELDS.contains(&name.to_ascii_lowercase().as_str());
             // The user of a kubeconfig is an object, and holds a token.
             let secret = fields.iter().filter(|(name, value)| !(value.is_string() && is_public(name)));
             secret.for_each(|(_, value)| leaves(value, found));
