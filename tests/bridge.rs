@@ -44,6 +44,8 @@ struct Bed {
     brokers: Vec<RealBroker>,
     kubelet: JoinHandle<()>,
     bridge: JoinHandle<()>,
+    /// Of the nodes.
+    uids: Vec<String>,
     /// What the agent says about a start of the queues.
     may_start_queues: Arc<AtomicBool>,
     _cluster: BareCluster,
@@ -54,6 +56,17 @@ impl Drop for Bed {
         self.kubelet.abort();
         self.bridge.abort();
     }
+}
+
+fn serve(client: Client, socket: PathBuf, uids: &[String], may_start_queues: &Arc<AtomicBool>) -> JoinHandle<()> {
+    let settings = Settings { max_gang: 6, ..Settings::default() };
+    let (sender, mut bridge) = bridge_to(client, socket, uids, 4, settings);
+    let asked = Arc::clone(may_start_queues);
+    bridge.may_start_queues = Box::new(move || asked.load(Ordering::Relaxed));
+    tokio::spawn(async move {
+        let _sender = sender;
+        bridge::run(bridge).await;
+    })
 }
 
 impl Bed {
@@ -80,16 +93,9 @@ impl Bed {
             uids.push(make_node(&client, &format!("machine{rank}"), 4).await);
         }
         let kubelet = tokio::spawn(kubelets(client.clone()));
-        let settings = Settings { max_gang: 6, ..Settings::default() };
-        let (sender, mut bridge) = bridge_to(client.clone(), brokers[0].socket(), &uids, 4, settings);
         let may_start_queues = Arc::new(AtomicBool::new(true));
-        let asked = Arc::clone(&may_start_queues);
-        bridge.may_start_queues = Box::new(move || asked.load(Ordering::Relaxed));
-        let bridge = tokio::spawn(async move {
-            let _sender = sender;
-            bridge::run(bridge).await;
-        });
-        Some(Self { flux, bridge, may_start_queues, client, brokers, kubelet, base, _cluster: cluster })
+        let bridge = serve(client.clone(), brokers[0].socket(), &uids, &may_start_queues);
+        Some(Self { flux, bridge, uids, may_start_queues, client, brokers, kubelet, base, _cluster: cluster })
     }
 
     fn pods(&self) -> Api<Pod> {
@@ -394,6 +400,31 @@ async fn cores_that_other_pods_use_are_given_to_no_job() {
     bed.until_pending(0).await;
     bed.until_allocated(4).await;
     assert!(!bed.jobs().contains("host"), "{}", bed.jobs());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_other_pods_use_of_many_nodes_is_held_by_one_job() {
+    let Some(mut bed) = Bed::new().await else { return };
+    bed.bridge.abort();
+    for rank in 0..3 {
+        bed.make_other(&format!("other{rank}"), 2, rank).await;
+    }
+    bed.bridge = serve(bed.client.clone(), bed.brokers[0].socket(), &bed.uids, &bed.may_start_queues);
+    bed.until_allocated(6).await;
+    assert_eq!(bed.jobs(), "other-pods/3-nodes RUN [0-2]");
+    bed.flux(&["submit", "-N3", "-n3", "-c3", "--job-name=waits", "sleep", "0"]);
+    bed.until_pending(1).await;
+    bed.delete("other1").await;
+    bed.until_allocated(4).await;
+    assert_eq!(bed.jobs(), "waits SCHED \nother-pods/2-nodes RUN [0,2]");
+
+    // Killed as by a power cut.
+    bed.brokers.clear();
+    bed.brokers.extend((0..3).map(|rank| start(&bed.flux, bed.base.path(), rank)));
+    until_online(&connect(&bed.brokers[0]).await, "0-2").await;
+    bed.until_allocated(4).await;
+    bed.delete("other0").await;
+    bed.until_allocated(2).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -347,7 +347,7 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offline: Vec<u32>,
     /// Lead only: ranks on which jobs hold resources (idset, RFC 22), as the lead's broker reports, without those where only jobs
-    /// `other-pods/NODE` do. Empty: the instance is idle. Unset: not known.
+    /// `other-pods/…` do. Empty: the instance is idle. Unset: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub allocated: Option<IdSet>,
@@ -359,7 +359,7 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
     #[schemars(with = "String")]
     pub gangs: IdSet,
-    /// Lead only: how many jobs run and wait, without jobs `other-pods/NODE`. Unset: not known.
+    /// Lead only: how many jobs run and wait, without jobs `other-pods/…`. Unset: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub jobs: Option<JobCounts>,
     /// Lead only: how many more nodes the largest of the jobs needs that wait for nodes which are down. Unset: not known.

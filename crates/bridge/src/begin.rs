@@ -100,23 +100,22 @@ impl Tools {
     }
 
     async fn shadow(&self, step: &ShadowStep) -> Outcome {
-        match step {
-            ShadowStep::Submit(request) => self.submit(&request.jobspec(), USED_CORES_URGENCY).await,
-            ShadowStep::Cancel { job, why, .. } => self.cancel(*job, &format!("{OUR_NOTE}{why}")).await,
-            ShadowStep::Exchange { jobs, request, why } => {
-                let submitted = self.submit(&request.jobspec(), USED_CORES_URGENCY).await;
-                if !matches!(submitted, Outcome::Done(_)) {
-                    return submitted;
-                }
-                for job in jobs {
-                    // An old job that is left shows, and a later decision cancels it.
-                    if self.cancel(*job, &format!("{OUR_NOTE}{why}")).await == Outcome::Lost {
-                        return Outcome::Lost;
-                    }
-                }
-                submitted
+        let mut outcome = Outcome::Done(None);
+        for request in &step.submit {
+            // A job that is left alone by a refusal of the next one shows, and a later decision cancels it.
+            outcome = self.submit(&request.jobspec(), USED_CORES_URGENCY).await;
+            if !matches!(outcome, Outcome::Done(_)) {
+                return outcome;
             }
         }
+        for job in &step.cancel {
+            let canceled = self.cancel(*job, &format!("{OUR_NOTE}{}", step.why)).await;
+            // Beside a new job, an old one that is left shows too.
+            if canceled == Outcome::Lost || step.submit.is_empty() {
+                outcome = canceled;
+            }
+        }
+        outcome
     }
 
     async fn bind(&self, binding: &Binding) -> Result<(), ApiError> {

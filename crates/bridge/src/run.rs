@@ -25,7 +25,7 @@ use base::error_chain;
 use broker::{queues::ensure_recorded, rfc3::RpcError};
 use cluster::call;
 use pods::{
-    action::{Action, PodRef, ShadowStep},
+    action::{Action, PodRef},
     decide::{Decision, Memory, Report, Standing, decide},
     facts::{Facts, KubeJob},
     jobs::Jobs,
@@ -277,11 +277,8 @@ impl Kubernetes {
                 }
                 Ok(())
             }
-            Some(
-                Action::Submit(_)
-                | Action::Resubmit { .. }
-                | Action::Shadow(ShadowStep::Submit(_) | ShadowStep::Exchange { .. }),
-            ) => Err(RpcError::Closed),
+            Some(Action::Submit(_) | Action::Resubmit { .. }) => Err(RpcError::Closed),
+            Some(Action::Shadow(step)) if !step.submit.is_empty() => Err(RpcError::Closed),
             _ => Ok(()),
         }
     }
@@ -333,6 +330,7 @@ impl Kubernetes {
             doubtful,
             refused: life.under_way.refused(),
             refused_ranks: life.under_way.refused_ranks(),
+            alone_ranks: life.under_way.alone_ranks(),
             protected: life.under_way.protected(Instant::now()),
             under_way: life.under_way.actions(),
         };

@@ -88,6 +88,7 @@ pub(crate) struct UnderWay {
     begun: Vec<Begun>,
     refused: BTreeMap<GangId, (String, Instant)>,
     refused_ranks: BTreeMap<Rank, Instant>,
+    alone_ranks: BTreeMap<Rank, Instant>,
     protected: BTreeMap<String, Instant>,
     /// The last placeholder pod that was refused.
     refused_placeholder: Option<(String, Instant)>,
@@ -127,7 +128,8 @@ impl UnderWay {
                     self.refused.insert(gang, (words, now));
                 }
                 (None, Action::Shadow(step)) => {
-                    self.refused_ranks.insert(step.rank(), now);
+                    let ranks = if step.asks_for_many() { &mut self.alone_ranks } else { &mut self.refused_ranks };
+                    ranks.extend(step.ranks.iter().map(|rank| (*rank, now)));
                     self.begun.remove(at);
                 }
                 (None, Action::Placeholder(_)) => {
@@ -154,8 +156,12 @@ impl UnderWay {
 
     /// The ranks for which a shadow job was refused less than [`PAUSE`] ago.
     pub(crate) fn refused_ranks(&mut self) -> BTreeSet<Rank> {
-        self.refused_ranks.retain(|_, at| at.elapsed() < Duration::from_millis(PAUSE.unsigned_abs()));
-        self.refused_ranks.keys().copied().collect()
+        recent(&mut self.refused_ranks)
+    }
+
+    /// The ranks of shadow jobs for several ranks that were refused less than [`PAUSE`] ago.
+    pub(crate) fn alone_ranks(&mut self) -> BTreeSet<Rank> {
+        recent(&mut self.alone_ranks)
     }
 
     /// The pods that the API server did not let go in the last two hours, by uid.
@@ -176,7 +182,8 @@ impl UnderWay {
             Progress::Asked => None,
             Progress::Done(_, until) | Progress::Paused(until) => Some(until),
         });
-        let refused = self.refused.values().map(|(_, at)| at).chain(self.refused_ranks.values());
+        let refused = self.refused.values().map(|(_, at)| at);
+        let refused = refused.chain(self.refused_ranks.values()).chain(self.alone_ranks.values());
         let refused = refused.map(|at| *at + Duration::from_millis(PAUSE.unsigned_abs()));
         let protected = self.protected.values().map(|at| *at + PROTECTED_FOR);
         begun.chain(refused).chain(protected).min()
@@ -197,6 +204,12 @@ impl UnderWay {
     }
 }
 
+/// Forgets the ranks that were refused [`PAUSE`] ago, and returns the others.
+fn recent(refused: &mut BTreeMap<Rank, Instant>) -> BTreeSet<Rank> {
+    refused.retain(|_, at| at.elapsed() < Duration::from_millis(PAUSE.unsigned_abs()));
+    refused.keys().copied().collect()
+}
+
 /// The pod is being deleted, or is gone.
 fn is_going(pod: &PodRef, pods: &Pods) -> bool {
     pods.by_uid.get(&pod.uid).is_none_or(|pod| pod.is_deleting() || pod.gone.is_some())
@@ -209,9 +222,8 @@ fn shows(action: &Action, job: Option<JobId>, jobs: &Jobs, pods: &Pods, facts: &
         Action::Submit(_) => is_there(),
         Action::Resubmit { job: old, .. } => has_ended(old) && is_there(),
         Action::Cancel { job, .. } | Action::Finish { job, .. } => has_ended(job),
-        Action::Shadow(ShadowStep::Submit(_)) => is_there(),
-        Action::Shadow(ShadowStep::Cancel { job, .. }) => has_ended(job),
-        Action::Shadow(ShadowStep::Exchange { jobs: old, .. }) => old.iter().all(has_ended) && is_there(),
+        // Of several jobs, the last one shows last.
+        Action::Shadow(ShadowStep { cancel, .. }) => cancel.iter().all(has_ended) && is_there(),
         Action::Bind(binding) => pods.by_uid.get(&binding.pod.uid).is_none_or(|pod| pod.node.is_some()),
         Action::Tell(tell) => pods.by_uid.get(&tell.pod.uid).and_then(|pod| pod.plan.as_ref()).is_none_or(|plan| {
             let told = plan.told.as_ref().map(|(reason, message)| (reason.as_str(), message.as_str()));

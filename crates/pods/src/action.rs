@@ -1,5 +1,7 @@
 //! What the bridge wants done. The result of each action comes back in the next world, and nowhere else.
 
+use std::collections::BTreeSet;
+
 use api::Rank;
 use broker::job_id::JobId;
 
@@ -74,7 +76,7 @@ pub enum Action {
     },
     /// Resume a Job for which [`KubeJob::has_annotation_to_remove`], and remove the annotation. The Job shows it.
     ResumeJob(KubeJobRef),
-    /// Change the shadow jobs of a rank. The journal shows it.
+    /// Change shadow jobs. The journal shows it.
     Shadow(ShadowStep),
     /// Change the placeholder pod of a node. The pod shows it.
     Placeholder(PlaceholderStep),
@@ -84,38 +86,23 @@ pub enum Action {
     StartQueues,
 }
 
-/// What is to be done with the shadow jobs of a rank.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ShadowStep {
-    /// Submit another one.
-    Submit(ShadowRequest),
-    /// Cancel this one, with a note that begins with [`crate::jobs::OUR_NOTE`].
-    Cancel {
-        /// The job.
-        job: JobId,
-        /// Its rank.
-        rank: Rank,
-        /// Why, for the note.
-        why: &'static str,
-    },
-    /// Submit another one, and then cancel these in the same way, so that no other job gets the cores in between.
-    Exchange {
-        /// The old jobs.
-        jobs: Vec<JobId>,
-        /// The new one.
-        request: ShadowRequest,
-        /// Why, for the note.
-        why: &'static str,
-    },
+/// What is to be done with shadow jobs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ShadowStep {
+    /// The jobs to submit: before others are cancelled, so that no other job gets the cores in between.
+    pub submit: Vec<ShadowRequest>,
+    /// The jobs to cancel, each with a note that begins with [`crate::jobs::OUR_NOTE`].
+    pub cancel: Vec<JobId>,
+    /// Why, for that note.
+    pub why: &'static str,
+    /// The ranks of all these jobs.
+    pub ranks: BTreeSet<Rank>,
 }
 
 impl ShadowStep {
-    /// The rank that it is about.
-    pub fn rank(&self) -> Rank {
-        match self {
-            Self::Submit(request) | Self::Exchange { request, .. } => request.rank,
-            Self::Cancel { rank, .. } => *rank,
-        }
+    /// It asks for cores of several ranks by one job: what one of them can't give keeps the others from giving theirs.
+    pub fn asks_for_many(&self) -> bool {
+        self.submit.iter().any(|request| request.nodes.len() > 1)
     }
 }
 

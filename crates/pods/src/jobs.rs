@@ -31,7 +31,7 @@ pub enum JobClass {
     Host,
     /// It holds cores for a gang of pods.
     Gang(Box<GangJob>),
-    /// It holds what pods of other schedulers use of a node.
+    /// It holds what pods of other schedulers use of one node or more.
     Shadow(Shadow),
 }
 

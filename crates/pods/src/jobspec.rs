@@ -53,6 +53,17 @@ pub(crate) fn slots(count: u32, cores: u32) -> Value {
     json!({ "type": "slot", "count": count, "label": "task", "with": [{ "type": "core", "count": cores }] })
 }
 
+/// How many slots a resource of a jobspec is, and how many cores each has; None if it is anything but what [`slots`] has written.
+pub(crate) fn read_slots(resource: &Value) -> Option<(u32, u32)> {
+    let core = resource.pointer("/with/0")?;
+    let is_ours = resource["type"] == "slot" && core["type"] == "core";
+    is_ours.then_some((number(&resource["count"])?, number(&core["count"])?))
+}
+
+fn number(value: &Value) -> Option<u32> {
+    value.as_u64().and_then(|number| u32::try_from(number).ok())
+}
+
 /// The jobspec of a job in which Flux starts nothing. `duration`: seconds. `record`: what the job says about itself.
 pub(crate) fn job(resources: Value, name: &str, duration: u64, constraint: &Constraint, record: Value) -> Value {
     let mut system = json!({
@@ -73,7 +84,7 @@ pub(crate) fn job(resources: Value, name: &str, duration: u64, constraint: &Cons
     })
 }
 
-/// The form of a job that the bridge has submitted, read from its jobspec.
+/// The form of a gang's job, read from its jobspec.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shape {
     /// Number of slots.
@@ -87,24 +98,20 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Reads what [`JobRequest::jobspec`] or [`crate::shadow::ShadowRequest::jobspec`] has written; None for any other jobspec.
+    /// Reads what [`JobRequest::jobspec`] has written; None for any other jobspec.
     pub fn read(jobspec: &Value) -> Option<Self> {
         let top = jobspec.pointer("/resources/0")?;
         let spreads = top["type"] == "node";
-        let slot = if spreads { top.pointer("/with/0")? } else { top };
-        let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
-        let core = slot.pointer("/with/0")?;
-        let is_ours = slot["type"] == "slot" && core["type"] == "core";
-        is_ours.then_some(Self {
-            slots: number(&top["count"])?,
-            cores: number(&core["count"])?,
-            spreads,
-            constraint: Constraint::read(jobspec.pointer("/attributes/system/constraints")),
-        })
+        let (slots, cores) = match spreads {
+            true => (number(&top["count"])?, read_slots(top.pointer("/with/0")?)?.1),
+            false => read_slots(top)?,
+        };
+        let constraint = Constraint::read(jobspec.pointer("/attributes/system/constraints"));
+        Some(Self { slots, cores, spreads, constraint })
     }
 }
 
-/// True if a job of the bridge may have this name: `NAMESPACE/NAME`, or `other-pods/NODE`.
+/// True if a job of the bridge may have this name: `NAMESPACE/NAME`, or that of a shadow job.
 pub fn could_be_ours(name: &str) -> bool {
     name.contains('/')
 }

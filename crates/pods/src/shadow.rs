@@ -1,4 +1,6 @@
-//! Shadow jobs: what pods of other schedulers use of a node is held in Flux as well, so that Flux gives it to no other job.
+//! Shadow jobs: what pods of other schedulers use of nodes is held in Flux as well, so that Flux gives it to no other job.
+
+use std::collections::BTreeMap;
 
 use api::Rank;
 use serde::{Deserialize, Serialize};
@@ -6,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::{
     constraint::Constraint,
-    jobspec::{Shape, job, slots},
+    jobspec::{job, read_slots, slots},
     target::Target,
 };
 
@@ -18,6 +20,9 @@ const NAME: &str = "other-pods/";
 struct Record {
     rank: Rank,
     node: String,
+    /// If it is for more ranks than one: the others.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    others: BTreeMap<Rank, String>,
     /// Empty for a job of an older version.
     #[serde(default)]
     life: String,
@@ -26,35 +31,39 @@ struct Record {
 /// A shadow job, as its jobspec says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shadow {
-    /// The rank to which it is pinned.
-    pub rank: Rank,
-    /// The node whose pods it is for. Another one may get the rank later.
-    pub node: String,
+    /// The ranks to which it is pinned, each with the node whose pods it is for. Another node may get the rank later.
+    pub nodes: BTreeMap<Rank, String>,
     /// The broker that was asked for it: [`crate::world::Broker::life`].
     pub life: String,
-    /// How many cores it asked for.
+    /// How many cores of each rank it asked for.
     pub cores: u32,
 }
 
 impl Shadow {
     /// Reads what [`ShadowRequest::jobspec`] has written; None for any other jobspec.
     pub fn read(jobspec: &Value) -> Option<Self> {
-        let Record { rank, node, life } = Record::deserialize(jobspec.pointer("/attributes/user/k8s/shadow")?).ok()?;
-        let shape = Shape::read(jobspec).filter(|shape| shape.cores == 1)?;
-        Some(Self { rank, node, life, cores: shape.slots })
+        let Record { rank, node, others, life } =
+            Record::deserialize(jobspec.pointer("/attributes/user/k8s/shadow")?).ok()?;
+        let mut nodes = others;
+        nodes.insert(rank, node);
+        let top = jobspec.pointer("/resources/0")?;
+        let (cores, of_each) = match nodes.len() {
+            1 => read_slots(top)?,
+            ranks if top["type"] == "node" && top["count"] == ranks => read_slots(top.pointer("/with/0")?)?,
+            _ => return None,
+        };
+        (of_each == 1).then_some(Self { nodes, life, cores })
     }
 }
 
 /// A shadow job to submit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShadowRequest {
-    /// The rank.
-    pub rank: Rank,
-    /// Name of its node.
-    pub node: String,
+    /// See [`Shadow::nodes`]. Flux gives it the cores of all these ranks at once, or none.
+    pub nodes: BTreeMap<Rank, String>,
     /// See [`Shadow::life`].
     pub life: String,
-    /// How many cores, each a slot of its own.
+    /// How many cores of each rank, each a slot of its own.
     pub cores: u32,
     /// Seconds. See [`crate::jobspec::JobRequest::duration`].
     pub duration: u64,
@@ -63,10 +72,19 @@ pub struct ShadowRequest {
 impl ShadowRequest {
     /// The jobspec.
     pub fn jobspec(&self) -> Value {
-        let constraint = Constraint::Ranks([self.rank].into_iter().collect());
-        let name = format!("{NAME}{}", self.node);
-        let record = Record { rank: self.rank, node: self.node.clone(), life: self.life.clone() };
-        job(slots(self.cores, 1), &name, self.duration, &constraint, json!({ "shadow": record }))
+        let mut others = self.nodes.clone();
+        let (rank, node) = others.pop_first().unwrap_or_default();
+        let of_each = slots(self.cores, 1);
+        let (resources, name) = match others.len() {
+            0 => (of_each, format!("{NAME}{node}")),
+            more => {
+                let ranks = more + 1;
+                (json!({ "type": "node", "count": ranks, "with": [of_each] }), format!("{NAME}{ranks}-nodes"))
+            }
+        };
+        let constraint = Constraint::Ranks(self.nodes.keys().copied().collect());
+        let record = Record { rank, node, others, life: self.life.clone() };
+        job(resources, &name, self.duration, &constraint, json!({ "shadow": record }))
     }
 }
 
@@ -83,16 +101,38 @@ mod tests {
     use super::*;
     use crate::target::Allocatable;
 
+    fn request(nodes: &[(Rank, &str)]) -> ShadowRequest {
+        let nodes = nodes.iter().map(|(rank, node)| (*rank, (*node).to_owned())).collect();
+        ShadowRequest { nodes, life: "first".into(), cores: 2, duration: 60 }
+    }
+
     #[test]
     fn a_shadow_job_has_slots_of_one_core_and_is_read_as_it_was_written() {
-        let request = ShadowRequest { rank: 3, node: "n3".into(), life: "first".into(), cores: 2, duration: 60 };
-        let jobspec = request.jobspec();
         let core = json!([{"type": "core", "count": 1}]);
-        assert_eq!(jobspec["resources"], json!([{"type": "slot", "count": 2, "label": "task", "with": core}]));
-        let system = &jobspec["attributes"]["system"];
-        assert_eq!(system["constraints"], json!({"ranks": ["3"]}));
-        assert_eq!((&system["duration"], &system["job"]["name"]), (&json!(60), &json!("other-pods/n3")));
-        assert_eq!(Shadow::read(&jobspec), Some(Shadow { rank: 3, node: "n3".into(), life: "first".into(), cores: 2 }));
+        let slot = json!({"type": "slot", "count": 2, "label": "task", "with": core});
+        let of_three = json!({"type": "node", "count": 3, "with": [slot]});
+        for (nodes, resources, ranks, name) in [
+            (&[(3, "n3")][..], json!([slot]), "3", "other-pods/n3"),
+            (&[(3, "n3"), (4, "n4"), (11, "b")], json!([of_three]), "3-4,11", "other-pods/3-nodes"),
+        ] {
+            let request = request(nodes);
+            let jobspec = request.jobspec();
+            assert_eq!(jobspec["resources"], resources);
+            let system = &jobspec["attributes"]["system"];
+            assert_eq!(system["constraints"], json!({"ranks": [ranks]}));
+            assert_eq!((&system["duration"], &system["job"]["name"]), (&json!(60), &json!(name)));
+            let ShadowRequest { nodes, life, cores, .. } = request;
+            assert_eq!(Shadow::read(&jobspec), Some(Shadow { nodes, life, cores }));
+        }
+    }
+
+    #[test]
+    fn a_job_that_has_not_one_node_for_each_of_its_ranks_is_no_shadow_job() {
+        let mut jobspec = request(&[(3, "n3"), (4, "n4")]).jobspec();
+        jobspec["resources"][0]["count"] = json!(3);
+        assert_eq!(Shadow::read(&jobspec), None);
+        jobspec["resources"] = request(&[(3, "n3")]).jobspec()["resources"].clone();
+        assert_eq!(Shadow::read(&jobspec), None);
     }
 
     #[test]

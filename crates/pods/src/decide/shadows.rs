@@ -1,7 +1,11 @@
 //! What pods of other schedulers use of each node is held by shadow jobs.
 //!
-//! A shadow job is pinned to one rank. What a rank's pods use more is one more job, and what they use less ends one. If Flux can't give a
-//! shadow job its cores yet, because another job has them, the job waits: both run on, and nothing is killed.
+//! What a rank's pods use more is one more job, and what they use less ends one. If Flux can't give a shadow job its cores yet, because another
+//! job has them, the job waits: both run on, and nothing is killed.
+//!
+//! A shadow job is pinned. Ranks whose pods use equally many cores more at one time share a job, because a job costs Flux about as much
+//! whether it is for one rank or for a hundred. Flux gives it the cores of all its ranks at once, so it is only for ranks that have them. If
+//! one of them turns out not to, that rank gets a job for itself.
 
 use std::{
     cmp::Reverse,
@@ -9,6 +13,7 @@ use std::{
 };
 
 use api::{Account, Rank};
+use broker::job_id::JobId;
 
 use super::{pins::Again, round::Round};
 use crate::{
@@ -26,6 +31,7 @@ const MORE: &str = "pods of other schedulers use more cores";
 const MERGED: &str = "one job holds the cores of all";
 const IN_PARTS: &str = "its cores are asked for in parts";
 const NO_MEMBER: &str = "its node is no member any more";
+const ALONE: &str = "one of its ranks can't give it cores now";
 const REPLACED: &str = "the broker has restarted, and another job is for the same pods";
 
 /// Most jobs of a rank that wait: the largest one is then exchanged for a larger one. The scheduler looks at 1024 jobs.
@@ -33,11 +39,14 @@ const MOST_WAITING: usize = 8;
 /// If more jobs of a rank run, they are merged once no job waits.
 const MOST_RUNNING: usize = 4;
 
+/// Most ranks of a job. If what one of them holds changes, the others get another job.
+const MOST_TOGETHER: usize = 128;
+
 /// What brings the shadow jobs of all ranks to what pods use there.
 pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec<Action> {
     let (all, none) = (by_rank(round), Shadows::default());
     let is_idle = is_idle(round);
-    let mut steps = Vec::new();
+    let mut changes = Changes::default();
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
         let Account { host_jobs, gangs, other_pods, .. } = accounts.get(rank).copied().unwrap_or_default();
@@ -47,11 +56,15 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
             wanted = wanted.max(shadows.cores());
         }
         let free = target.cores.saturating_sub(host_jobs.saturating_add(gangs)).saturating_sub(shadows.allocated());
-        steps.extend(shadows.steps(wanted, free, is_idle && target.is_ready, |cores| request(round, target, cores)));
+        changes.add(*rank, shadows.changes(wanted, free, is_idle && target.is_ready, may_share(round, *rank, shadows)));
     }
     // A member whose Node can't be read may still have its pods.
-    let left = round.jobs.shadows().filter(|(job, shadow)| job.is_active() && !is_of_member(round, shadow));
-    steps.extend(left.map(|(job, shadow)| ShadowStep::Cancel { job: job.id, rank: shadow.rank, why: NO_MEMBER }));
+    for (job, shadow) in round.jobs.shadows().filter(|(job, _)| job.is_active()) {
+        for (rank, _) in shadow.nodes.iter().filter(|(rank, node)| !is_member(round, **rank, node)) {
+            changes.add(*rank, [Change::Set { job: job.id, cores: 0, may_share: false, why: NO_MEMBER }]);
+        }
+    }
+    let steps = changes.steps(round, &all);
     possible(round, &all, steps)
 }
 
@@ -66,7 +79,7 @@ fn is_idle(round: &Round) -> bool {
 /// however often pods change. A rank whose job is refused is added to `given_up`, and not waited for until the recovery ends.
 pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Again {
     let (all, none) = (by_rank(round), Shadows::default());
-    let (mut again, mut steps) = (Again::Asked, Vec::new());
+    let (mut again, mut changes) = (Again::Asked, Changes::default());
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
         let wanted = wanted_now(round, target);
@@ -81,10 +94,12 @@ pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> A
             () if !round.broker.accepts_jobs || given_up.contains(rank) => {}
             () => {
                 again = Again::Submitting;
-                steps.push(shadows.ask_for_more(wanted - shadows.pending(), |cores| request(round, target, cores)));
+                let may_share = may_share(round, *rank, shadows);
+                changes.add(*rank, [shadows.ask_for_more(wanted - shadows.pending(), may_share)]);
             }
         }
     }
+    let steps = changes.steps(round, &all);
     let actions = possible(round, &all, steps);
     round.actions.extend(actions);
     again
@@ -94,17 +109,21 @@ pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> A
 /// all others have ended.
 pub(super) fn cancel_old(round: &mut Round) -> bool {
     let all = by_rank(round);
-    let is_replaced = |shadow: &Shadow| match round.world.targets.get(&shadow.rank) {
-        _ if !is_of_member(round, shadow) => true,
-        Some(target) => all.get(&shadow.rank).map_or(0, Shadows::pending) >= wanted_now(round, target),
+    let is_replaced = |(rank, node): (&Rank, &String)| match round.world.targets.get(rank) {
+        _ if !is_member(round, *rank, node) => true,
+        Some(target) => all.get(rank).map_or(0, Shadows::pending) >= wanted_now(round, target),
         None => false,
     };
-    let old = round
-        .jobs
-        .shadows()
-        .filter(|(job, shadow)| job.state != JobState::Ended && is_old(round, job, shadow) && is_replaced(shadow));
-    let old: Vec<_> = old.map(|(job, shadow)| (job, shadow.rank)).collect();
-    let cancel = |(job, rank): &(&Job, Rank)| ShadowStep::Cancel { job: job.id, rank: *rank, why: REPLACED };
+    let old = round.jobs.shadows().filter(|(job, shadow)| {
+        job.state != JobState::Ended && is_old(round, job, shadow) && shadow.nodes.iter().all(is_replaced)
+    });
+    let old: Vec<_> = old.collect();
+    let cancel = |(job, shadow): &(&Job, &Shadow)| ShadowStep {
+        cancel: vec![job.id],
+        why: REPLACED,
+        ranks: shadow.nodes.keys().copied().collect(),
+        ..ShadowStep::default()
+    };
     let steps = old.iter().filter(|(job, _)| job.is_active()).map(cancel).collect();
     let actions = possible(round, &all, steps);
     round.actions.extend(actions);
@@ -117,9 +136,14 @@ fn is_old(round: &Round, job: &Job, shadow: &Shadow) -> bool {
     !round.broker.is_recovered && (job.state != JobState::Pending || shadow.life != round.broker.life)
 }
 
-/// The node that it is for is still a member, with the same rank.
-fn is_of_member(round: &Round, shadow: &Shadow) -> bool {
-    round.ranks.get(shadow.node.as_str()) == Some(&shadow.rank)
+/// The node is still a member, with this rank.
+fn is_member(round: &Round, rank: Rank, node: &str) -> bool {
+    round.ranks.get(node) == Some(&rank)
+}
+
+/// Flux gives out cores of the rank at once if they are free, as far as is known.
+fn may_share(round: &Round, rank: Rank, shadows: &Shadows) -> bool {
+    round.world.available.contains(rank) && !round.world.alone_ranks.contains(&rank) && !shadows.is_alone
 }
 
 /// Those of the steps that may begin now.
@@ -129,14 +153,19 @@ fn possible(round: &mut Round, all: &BTreeMap<Rank, Shadows>, steps: Vec<ShadowS
         return Vec::new();
     }
     let mut actions = Vec::new();
-    let rank = |action: &Action| if let Action::Shadow(step) = action { Some(step.rank()) } else { None };
-    let busy: BTreeSet<Rank> = round.world.under_way.iter().filter_map(rank).collect();
-    for step in steps.into_iter().filter(|step| !busy.contains(&step.rank())) {
-        let (rank, is_cancel) = (step.rank(), matches!(step, ShadowStep::Cancel { .. }));
-        let paused_until = all.get(&rank).and_then(|shadows| shadows.paused_until(round.now));
-        if let Some(until) = paused_until.filter(|_| !is_cancel) {
+    let (world, now) = (round.world, round.now);
+    let under_way = world.under_way.iter().filter_map(|action| match action {
+        Action::Shadow(step) => Some(&step.ranks),
+        _ => None,
+    });
+    let busy: BTreeSet<Rank> = under_way.flatten().copied().collect();
+    let paused_until = |rank: &Rank| all.get(rank).and_then(|shadows| shadows.paused_until(now));
+    for step in steps.into_iter().filter(|step| step.ranks.is_disjoint(&busy)) {
+        if step.submit.is_empty() {
+            actions.push(Action::Shadow(step));
+        } else if let Some(until) = step.ranks.iter().filter_map(paused_until).max() {
             round.wake_at(until);
-        } else if is_cancel || (round.broker.accepts_jobs && !round.world.refused_ranks.contains(&rank)) {
+        } else if round.broker.accepts_jobs && step.ranks.is_disjoint(&world.refused_ranks) {
             actions.push(Action::Shadow(step));
         }
     }
@@ -177,11 +206,6 @@ fn wanted_on(round: &Round, target: &Target, used: u32) -> u32 {
     used.min(target.cores.saturating_sub(round.gang_cores(target.rank).cores))
 }
 
-fn request(round: &Round, target: &Target, cores: u32) -> ShadowRequest {
-    let (life, duration) = (round.broker.life.clone(), round.world.settings.default_duration);
-    ShadowRequest { rank: target.rank, node: target.node.clone(), life, cores, duration }
-}
-
 /// The shadow jobs of a rank.
 #[derive(Default)]
 struct Shadows<'a> {
@@ -189,13 +213,16 @@ struct Shadows<'a> {
     jobs: Vec<OfRank<'a>>,
     /// Until when none is submitted, because Flux has ended one.
     paused_until: Option<Moment>,
+    /// Flux has ended one that was for other ranks too: which of them it could not have is not known.
+    is_alone: bool,
 }
 
 /// A shadow job of a rank.
 #[derive(Clone, Copy)]
 struct OfRank<'a> {
     job: &'a Job,
-    rank: Rank,
+    /// It is for other ranks too.
+    is_shared: bool,
     /// How many of its rank's cores it holds or waits for.
     cores: u32,
     /// It waits for its cores, and does so in this life of the broker.
@@ -204,27 +231,40 @@ struct OfRank<'a> {
 
 fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
     let mut all: BTreeMap<Rank, Shadows> = BTreeMap::new();
-    for (job, shadow) in round.jobs.shadows().filter(|(_, shadow)| is_of_member(round, shadow)) {
-        let of_rank = all.entry(shadow.rank).or_default();
-        if job.is_active() {
-            let is_pending = job.state == JobState::Pending && !is_old(round, job, shadow);
-            let of_slots = job.held().iter().filter(|slot| slot.rank == shadow.rank).map(|slot| slot.cores.len());
-            let held = u32::try_from(of_slots.sum::<usize>()).unwrap_or(u32::MAX);
-            // What a forged record says of a job on another rank counts for nothing.
-            let cores = if job.state == JobState::Pending { shadow.cores } else { held };
-            of_rank.jobs.push(OfRank { job, rank: shadow.rank, cores, is_pending });
-        } else if let Some((cause, at)) = &job.ended_by {
-            let pause = match cause {
-                Cause::Denied(_) => PAUSE,
-                // A scheduler that is reloaded, or starts with the broker, ends what holds cores that are not declared any more. That is
-                // no refusal: a reload takes less than a second.
-                Cause::Other(_) if shadow.life == round.broker.life => SECOND,
-                Cause::Other(_) | Cause::Canceled | Cause::Ours => continue,
-            };
-            of_rank.paused_until = of_rank.paused_until.max(Some(at.saturating_add(pause)));
+    for (job, shadow) in round.jobs.shadows() {
+        let is_shared = shadow.nodes.len() > 1;
+        let mut held: BTreeMap<Rank, usize> = BTreeMap::new();
+        job.held().iter().for_each(|slot| *held.entry(slot.rank).or_default() += slot.cores.len());
+        for (rank, _) in shadow.nodes.iter().filter(|(rank, node)| is_member(round, **rank, node)) {
+            let of_rank = all.entry(*rank).or_default();
+            if job.is_active() {
+                let is_pending = job.state == JobState::Pending && !is_old(round, job, shadow);
+                // What a forged record says of a job on another rank counts for nothing.
+                let held = held.get(rank).map_or(0, |cores| u32::try_from(*cores).unwrap_or(u32::MAX));
+                let cores = if job.state == JobState::Pending { shadow.cores } else { held };
+                of_rank.jobs.push(OfRank { job, is_shared, cores, is_pending });
+            } else if let Some(pause) = pause(round, job, shadow) {
+                match is_shared {
+                    true => of_rank.is_alone = true,
+                    false => of_rank.paused_until = of_rank.paused_until.max(Some(pause)),
+                }
+            }
         }
     }
     all
+}
+
+/// Until when no other job is submitted in the place of one that Flux has ended; None if it is to be at once.
+fn pause(round: &Round, job: &Job, shadow: &Shadow) -> Option<Moment> {
+    let (cause, at) = job.ended_by.as_ref()?;
+    let pause = match cause {
+        Cause::Denied(_) => PAUSE,
+        // A scheduler that is reloaded, or starts with the broker, ends what holds cores that are not declared any more. That is
+        // no refusal: a reload takes less than a second.
+        Cause::Other(_) if shadow.life == round.broker.life => SECOND,
+        Cause::Other(_) | Cause::Canceled | Cause::Ours => return None,
+    };
+    Some(at.saturating_add(pause))
 }
 
 impl<'a> Shadows<'a> {
@@ -252,93 +292,179 @@ impl<'a> Shadows<'a> {
     }
 
     /// What makes them hold `wanted` cores. `free`: how many cores of the rank no job holds.
-    /// `may_merge`: nobody else would get their cores meanwhile.
-    fn steps(
-        &self,
-        wanted: u32,
-        free: u32,
-        may_merge: bool,
-        request: impl Fn(u32) -> ShadowRequest,
-    ) -> Vec<ShadowStep> {
+    /// `may_merge`: nobody else would get their cores meanwhile. `may_share`: see [`may_share`].
+    fn changes(&self, wanted: u32, free: u32, may_merge: bool, may_share: bool) -> Vec<Change> {
         match wanted.checked_sub(self.cores()) {
-            Some(0) if self.pending() > 0 => self.split(free, request),
-            Some(0) if may_merge => self.merge(request).into_iter().collect(),
+            Some(0) if self.pending() > 0 => self.split(free, may_share),
+            Some(0) if may_merge => self.merge().into_iter().collect(),
             Some(0) => Vec::new(),
-            Some(more) => self.grow(more, free.saturating_sub(self.pending()), request),
-            None => self.shrink(self.cores() - wanted, request),
+            Some(more) => self.grow(more, free.saturating_sub(self.pending()), may_share),
+            None => self.shrink(self.cores() - wanted, may_share),
         }
     }
 
     /// Asks for `more` cores: for what is free by one job, and for the rest in parts.
-    fn grow(&self, more: u32, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+    fn grow(&self, more: u32, free: u32, may_share: bool) -> Vec<Change> {
         let at_once = more.min(free);
-        let of_free = (at_once > 0).then(|| ShadowStep::Submit(request(at_once)));
+        let of_free = (at_once > 0).then_some(Change::Ask { cores: at_once, may_share });
         let places = MOST_WAITING.saturating_sub(self.waiting().count());
         let rest = match more - at_once {
             0 => Vec::new(),
-            rest if places == 0 => vec![self.ask_for_more(rest, request)],
-            rest => parts(rest, places).into_iter().map(|cores| ShadowStep::Submit(request(cores))).collect(),
+            rest if places == 0 => vec![self.ask_for_more(rest, false)],
+            rest => parts(rest, places).into_iter().map(|cores| Change::Ask { cores, may_share: false }).collect(),
         };
         of_free.into_iter().chain(rest).collect()
     }
 
     /// Asks for `more` cores by one job, in the place of another one if many wait.
-    fn ask_for_more(&self, more: u32, request: impl Fn(u32) -> ShadowRequest) -> ShadowStep {
+    fn ask_for_more(&self, more: u32, may_share: bool) -> Change {
         let largest = self.waiting().max_by_key(|job| job.cores);
         match largest.filter(|_| self.waiting().count() >= MOST_WAITING) {
-            Some(largest) => {
-                let request = request(largest.cores.saturating_add(more));
-                ShadowStep::Exchange { jobs: vec![largest.job.id], request, why: MORE }
+            Some(OfRank { job, cores, .. }) => {
+                Change::Set { job: job.id, cores: cores.saturating_add(more), may_share: false, why: MORE }
             }
-            None => ShadowStep::Submit(request(more)),
+            None => Change::Ask { cores: more, may_share },
         }
     }
 
     /// Replaces many jobs by one, because a scheduler that is reloaded takes back each job by itself. Only while nobody waits: the cores
     /// come free one after another, and a smaller job could be planned for them.
-    fn merge(&self, request: impl Fn(u32) -> ShadowRequest) -> Option<ShadowStep> {
-        (self.jobs.len() > MOST_RUNNING).then(|| ShadowStep::Exchange {
-            jobs: self.jobs.iter().map(|job| job.job.id).collect(),
-            request: request(self.cores()),
-            why: MERGED,
-        })
+    fn merge(&self) -> Option<Change> {
+        let own: Vec<_> = self.jobs.iter().filter(|job| !job.is_shared).collect();
+        let cores = sum(own.iter().copied());
+        (own.len() > MOST_RUNNING).then(|| Change::Merge { jobs: own.iter().map(|job| job.job.id).collect(), cores })
     }
 
-    /// If all jobs that wait are larger than what is free, because others were faster: takes what is free.
-    fn split(&self, free: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
+    /// If jobs wait that are larger than what is free, because others were faster: takes what is free, and keeps no other rank waiting.
+    fn split(&self, free: u32, may_share: bool) -> Vec<Change> {
+        let is_blocked = |job: &&OfRank| job.is_shared && (job.cores > free || !may_share);
+        if let Some(OfRank { job, cores, .. }) = self.waiting().find(is_blocked) {
+            return vec![Change::Set { job: job.id, cores: *cores, may_share: false, why: ALONE }];
+        }
         match self.waiting().min_by_key(|job| job.cores) {
-            Some(least) if (1..least.cores).contains(&free) => {
-                let rest = request(least.cores - free);
-                let exchange = ShadowStep::Exchange { jobs: vec![least.job.id], request: rest, why: IN_PARTS };
-                vec![ShadowStep::Submit(request(free)), exchange]
-            }
+            Some(OfRank { job, cores, .. }) if (1..*cores).contains(&free) => vec![
+                Change::Ask { cores: free, may_share: false },
+                Change::Set { job: job.id, cores: cores - free, may_share: false, why: IN_PARTS },
+            ],
             _ => Vec::new(),
         }
     }
 
     /// Gives up `excess` cores: those first that are waited for.
-    fn shrink(&self, mut excess: u32, request: impl Fn(u32) -> ShadowRequest) -> Vec<ShadowStep> {
-        let mut steps = Vec::new();
+    fn shrink(&self, mut excess: u32, may_share: bool) -> Vec<Change> {
+        let mut changes = Vec::new();
         for is_pending in [true, false] {
             let mut jobs: Vec<OfRank<'a>> =
                 self.jobs.iter().filter(|job| job.is_pending == is_pending).copied().collect();
-            jobs.sort_by_key(|job| (Reverse(job.cores), Reverse(job.job.id)));
+            // Those of other ranks too come last: they cost one more job.
+            jobs.sort_by_key(|job| (job.is_shared, Reverse(job.cores), Reverse(job.job.id)));
             let mut larger = None;
-            for OfRank { job, rank, cores, .. } in jobs {
+            for OfRank { job, cores, .. } in jobs {
                 if cores <= excess {
                     excess -= cores;
-                    steps.push(ShadowStep::Cancel { job: job.id, rank, why: FEWER });
+                    changes.push(Change::Set { job: job.id, cores: 0, may_share, why: FEWER });
                 } else {
                     larger = Some((job.id, cores));
                 }
             }
             if let Some((job, cores)) = larger.filter(|_| excess > 0) {
-                steps.push(ShadowStep::Exchange { jobs: vec![job], request: request(cores - excess), why: FEWER });
+                changes.push(Change::Set { job, cores: cores - excess, may_share, why: FEWER });
                 excess = 0;
             }
         }
+        changes
+    }
+}
+
+/// What is to become of the shadow jobs of a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Change {
+    /// One more job, for so many cores. `may_share`: also for other ranks.
+    Ask { cores: u32, may_share: bool },
+    /// This job is to hold so many cores of the rank, or none. `may_share`: if it is another job then, also for other ranks.
+    Set { job: JobId, cores: u32, may_share: bool, why: &'static str },
+    /// One job is to hold the cores of all of these, which are for no other rank.
+    Merge { jobs: Vec<JobId>, cores: u32 },
+}
+
+/// What is to become of the shadow jobs of all ranks.
+#[derive(Default)]
+struct Changes(Vec<(Rank, Change)>);
+
+impl Changes {
+    fn add(&mut self, rank: Rank, changes: impl IntoIterator<Item = Change>) {
+        self.0.extend(changes.into_iter().map(|change| (rank, change)));
+    }
+
+    /// The steps to all of it. A job that is set to something else on one of its ranks is exchanged for others on all of them.
+    fn steps(self, round: &Round, all: &BTreeMap<Rank, Shadows>) -> Vec<ShadowStep> {
+        let (mut asked, mut steps) = (Vec::new(), Vec::new());
+        let mut set: BTreeMap<JobId, (BTreeMap<Rank, Wish>, &'static str)> = BTreeMap::new();
+        let node = |rank| round.world.targets.get(&rank).map(|target| target.node.clone()).unwrap_or_default();
+        for (rank, change) in self.0 {
+            match change {
+                Change::Ask { cores, may_share } => asked.push(Wish { rank, node: node(rank), cores, may_share }),
+                Change::Merge { jobs, cores } => {
+                    let wish = Wish { rank, node: node(rank), cores, may_share: false };
+                    steps.push(step(requests(round, vec![wish]), jobs, MERGED));
+                }
+                Change::Set { job, cores, may_share, why } => {
+                    let wish = Wish { rank, node: node(rank), cores, may_share };
+                    set.entry(job).or_insert_with(|| (BTreeMap::new(), why)).0.insert(rank, wish);
+                }
+            }
+        }
+        steps.extend(requests(round, asked).into_iter().map(|request| step(vec![request], Vec::new(), MORE)));
+        for (job, shadow) in round.jobs.shadows() {
+            let Some((mut changed, why)) = set.remove(&job.id) else { continue };
+            let wishes = shadow.nodes.iter().map(|(rank, node)| {
+                let shadows = all.get(rank);
+                let may_share = shadows.is_some_and(|shadows| may_share(round, *rank, shadows));
+                let as_before = Wish { rank: *rank, node: node.clone(), cores: shadow.cores, may_share };
+                changed.remove(rank).map_or(as_before, |wish| Wish { node: node.clone(), ..wish })
+            });
+            let mut step = step(requests(round, wishes.collect()), vec![job.id], why);
+            step.ranks.extend(shadow.nodes.keys());
+            steps.push(step);
+        }
         steps
     }
+}
+
+/// What jobs that are submitted are to hold of a rank.
+struct Wish {
+    rank: Rank,
+    node: String,
+    cores: u32,
+    /// By a job that may be for other ranks, too.
+    may_share: bool,
+}
+
+fn step(submit: Vec<ShadowRequest>, cancel: Vec<JobId>, why: &'static str) -> ShadowStep {
+    let ranks = submit.iter().flat_map(|request| request.nodes.keys().copied()).collect();
+    ShadowStep { submit, cancel, why, ranks }
+}
+
+/// The jobs that hold it all, as few as possible, in the order in which they are to be submitted.
+fn requests(round: &Round, wishes: Vec<Wish>) -> Vec<ShadowRequest> {
+    let (mut alone, mut alike): (Vec<_>, BTreeMap<u32, Vec<_>>) = (Vec::new(), BTreeMap::new());
+    for Wish { rank, node, cores, may_share } in wishes.into_iter().filter(|wish| wish.cores > 0) {
+        match may_share {
+            true => alike.entry(cores).or_default().push((rank, node)),
+            false => alone.push((cores, vec![(rank, node)])),
+        }
+    }
+    let together =
+        alike.iter().flat_map(|(cores, ranks)| ranks.chunks(MOST_TOGETHER).map(|some| (*cores, some.to_vec())));
+    let (life, duration) = (&round.broker.life, round.world.settings.default_duration);
+    let request = |(cores, nodes): (u32, Vec<_>)| ShadowRequest {
+        nodes: nodes.into_iter().collect(),
+        life: life.clone(),
+        cores,
+        duration,
+    };
+    // What is free first: else a job that is to wait could get it, and this one would wait.
+    together.chain(alone).map(request).collect()
 }
 
 fn sum<'a>(jobs: impl Iterator<Item = &'a OfRank<'a>>) -> u32 {

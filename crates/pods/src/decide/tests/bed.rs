@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use crate::{
     action::Action,
     allocation::Slot,
+    constraint::Constraint,
     decide::{Decision, Memory, decide},
     fixture::{job_events, targets},
     jobs::{GangJob, JobClass, Jobs, REMEMBERED, classify},
@@ -342,7 +343,17 @@ impl Bed {
 
     /// Slots for a job beside the cores that are taken; on idle nodes that are up, if that is None.
     fn fit(&self, jobspec: &Value, taken: Option<&BTreeMap<Rank, BTreeSet<u32>>>) -> Option<Vec<Slot>> {
-        let shape = Shape::read(jobspec).unwrap();
+        let shadow = Shadow::read(jobspec).filter(|shadow| shadow.nodes.len() > 1);
+        let shape = match shadow {
+            // A slot on each of its nodes.
+            Some(Shadow { nodes, cores, .. }) => Shape {
+                slots: u32::try_from(nodes.len()).unwrap(),
+                cores,
+                spreads: true,
+                constraint: Constraint::Ranks(nodes.into_keys().collect()),
+            },
+            None => Shape::read(jobspec).unwrap(),
+        };
         let wanted = shape.slots as usize;
         let mut found = Vec::new();
         for (rank, target) in self.seen.targets.iter().filter(|(rank, _)| shape.constraint.permits(**rank)) {
@@ -440,7 +451,7 @@ impl Bed {
     pub fn shadows(&self, rank: Rank) -> (u32, u32) {
         let (mut held, mut waits) = (0, 0);
         for job in self.jobs.values() {
-            match Shadow::read(&job.jobspec).filter(|shadow| shadow.rank == rank) {
+            match Shadow::read(&job.jobspec).filter(|shadow| shadow.nodes.contains_key(&rank)) {
                 Some(shadow) if job.slots.is_some() => held += shadow.cores,
                 Some(shadow) => waits += shadow.cores,
                 None => {}

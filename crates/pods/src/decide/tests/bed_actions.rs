@@ -70,11 +70,9 @@ impl Bed {
                 let resumed = self.seen.facts.jobs.get_mut(&job.uid).unwrap();
                 (resumed.is_suspended, resumed.suspended_for) = (false, None);
             }
-            Action::Shadow(ShadowStep::Submit(request)) => self.submit(&request.jobspec(), USED_CORES_URGENCY, serial),
-            Action::Shadow(ShadowStep::Cancel { job, .. }) => self.cancel_for(*job, OUR_NOTE, serial),
-            Action::Shadow(ShadowStep::Exchange { jobs, request, .. }) => {
-                self.submit(&request.jobspec(), USED_CORES_URGENCY, serial);
-                jobs.iter().for_each(|job| self.cancel_for(*job, OUR_NOTE, serial));
+            Action::Shadow(ShadowStep { submit, cancel, .. }) => {
+                submit.iter().for_each(|request| self.submit(&request.jobspec(), USED_CORES_URGENCY, serial));
+                cancel.iter().for_each(|job| self.cancel_for(*job, OUR_NOTE, serial));
             }
             Action::Placeholder(step) => self.change_placeholder(step, serial),
             Action::StopQueues(_) => self.broker().queues = Queues::Stopped,

@@ -1,5 +1,7 @@
 //! What pods of other schedulers use is held by shadow jobs.
 
+use api::IdSet;
+
 use super::{bed::Bed, gang, gang_id};
 use crate::{
     action::{Action, ShadowStep},
@@ -29,6 +31,158 @@ fn beside_web(milli: u64) -> Bed {
 /// How many cores each shadow job has asked for, in the order in which they were submitted.
 fn sizes(bed: &Bed) -> Vec<u32> {
     bed.jobs.values().filter_map(|job| Some(Shadow::read(&job.jobspec)?.cores)).collect()
+}
+
+fn is_submission(action: &Action) -> bool {
+    matches!(action, Action::Shadow(ShadowStep { submit, .. }) if !submit.is_empty())
+}
+
+/// The ranks of each shadow job and how many cores of each it asked for, in the order in which they were submitted.
+fn shapes(bed: &Bed) -> Vec<String> {
+    let shadows = bed.jobs.values().filter_map(|job| Shadow::read(&job.jobspec));
+    shadows.map(|shadow| format!("{}x{}", shadow.nodes.into_keys().collect::<IdSet>(), shadow.cores)).collect()
+}
+
+/// So many nodes of four cores, each with a pod of another scheduler that uses two.
+fn beside_web_on_all(nodes: u32) -> Bed {
+    let mut bed = Bed::new(&vec![4; nodes as usize]);
+    bed.create((0..nodes).map(|node| web_on(node, 2500)));
+    bed.settle();
+    bed
+}
+
+fn web_on(node: u32, milli: u64) -> PodView {
+    PodView { node: Some(format!("node{node}")), ..foreign(&format!("web{node}"), milli) }
+}
+
+#[test]
+fn ranks_whose_pods_use_equally_many_cores_share_a_job() {
+    let bed = beside_web_on_all(130);
+    assert_eq!(shapes(&bed), ["0-127x2", "128-129x2"]);
+    assert!((0..130).all(|rank| bed.shadows(rank) == (2, 0)));
+}
+
+#[test]
+fn a_rank_whose_pods_use_something_else_leaves_the_job_that_it_shared() {
+    let mut bed = beside_web_on_all(6);
+    bed.change("web1", |pod| pod.requests.cpu = 3500);
+    bed.settle();
+    assert_eq!(shapes(&bed), ["0-5x2", "1x1"], "more is one more job");
+    bed.change("web1", |pod| pod.requests.cpu = 2500);
+    bed.settle();
+    assert_eq!(shapes(&bed), ["0-5x2"], "less ends that");
+    bed.end("web4", Phase::Succeeded);
+    bed.change("web2", |pod| pod.requests.cpu = 1500);
+    bed.change("web3", |pod| pod.requests.cpu = 1500);
+    bed.settle();
+    let mut shapes = shapes(&bed);
+    shapes.sort();
+    assert_eq!(shapes, ["0-1,5x2", "2-3x1"]);
+    assert_eq!((0..6).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [2, 2, 1, 1, 0, 2].map(|cores| (cores, 0)));
+}
+
+#[test]
+fn no_other_job_gets_the_cores_of_a_job_that_is_exchanged_because_of_one_of_its_ranks() {
+    let mut bed = beside_web_on_all(3);
+    bed.submit_host_job(3, 3);
+    bed.settle();
+    bed.end("web1", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(
+        (shapes(&bed), bed.held(0), bed.held(1)),
+        (vec!["0,2x2".to_owned()], (0, 2), (0, 0)),
+        "the host job waits"
+    );
+}
+
+#[test]
+fn a_rank_that_is_drained_or_down_shares_no_job() {
+    let mut bed = Bed::new(&[4; 4]);
+    bed.down = [1].into();
+    bed.create((0..4).map(|node| web_on(node, 2500)));
+    bed.settle();
+    assert_eq!((0..4).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [(2, 0), (0, 2), (2, 0), (2, 0)]);
+    bed.down.clear();
+    bed.settle();
+    assert_eq!(bed.shadows(1), (2, 0));
+}
+
+#[test]
+fn a_rank_that_goes_down_while_its_shared_job_waits_holds_nobody_up() {
+    let mut bed = Bed::new(&[4; 4]);
+    bed.create((0..4).map(|node| web_on(node, 2500)));
+    bed.deliver(usize::MAX, usize::MAX);
+    let decision = bed.decide();
+    bed.down = [1].into();
+    decision.actions.iter().for_each(|action| bed.carry_out(action));
+    bed.settle();
+    assert_eq!((0..4).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [(2, 0), (0, 2), (2, 0), (2, 0)]);
+}
+
+#[test]
+fn a_job_that_is_faster_on_one_rank_holds_no_other_rank_up() {
+    let mut bed = Bed::new(&[4; 3]);
+    bed.create((0..3).map(|node| web_on(node, 3500)));
+    bed.deliver(usize::MAX, usize::MAX);
+    let decision = bed.decide();
+    bed.submit_host_job(1, 2);
+    bed.schedule();
+    decision.actions.iter().for_each(|action| bed.carry_out(action));
+    bed.settle();
+    assert_eq!((0..3).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [(2, 1), (3, 0), (3, 0)]);
+}
+
+#[test]
+fn a_shared_job_that_flux_refuses_is_submitted_again_rank_by_rank_at_once() {
+    for is_refused_at_once in [false, true] {
+        let mut bed = Bed::new(&[4; 3]);
+        if is_refused_at_once {
+            bed.seen.alone_ranks = [0, 1, 2].into();
+        }
+        bed.create((0..3).map(|node| web_on(node, 2500)));
+        bed.settle();
+        if !is_refused_at_once {
+            let job = *bed.jobs.keys().next().unwrap();
+            bed.refuse(job, "unsatisfiable");
+            bed.settle();
+        }
+        assert_eq!(shapes(&bed), ["0x2", "1x2", "2x2"]);
+    }
+}
+
+#[test]
+fn a_member_that_has_gone_leaves_the_job_that_it_shared() {
+    let mut bed = beside_web_on_all(3);
+    bed.seen.targets.remove(&1).unwrap();
+    bed.seen.ranks.remove("node1");
+    bed.settle();
+    assert_eq!(shapes(&bed), ["0,2x2"]);
+}
+
+#[test]
+fn shared_jobs_come_first_after_a_restart_of_the_broker() {
+    for (what, keeps, cancels) in [("power", false, false), ("kill", true, false), ("term", false, true)] {
+        let mut bed = beside_web_on_all(3);
+        bed.restart_broker(|_| keeps, cancels);
+        bed.submit_host_job(3, 3);
+        bed.end("web2", Phase::Succeeded);
+        bed.settle();
+        assert_eq!((bed.broker().queues, shapes(&bed)), (Queues::AllStarted, vec!["0-1x2".to_owned()]), "{what}");
+        assert_eq!((bed.held(0), bed.held(1), bed.held(2)), ((0, 2), (0, 2), (0, 0)), "{what}: the host job waits");
+    }
+}
+
+#[test]
+fn a_shared_job_of_the_brokers_earlier_life_stays_until_all_of_its_ranks_are_replaced() {
+    let mut bed = beside_web_on_all(3);
+    bed.restart_broker(|_| true, false);
+    bed.seen.refused_ranks = [1].into();
+    bed.settle();
+    assert_eq!(bed.broker().queues, Queues::AllStarted);
+    assert!((0..3).all(|rank| bed.shadows(rank).0 >= 2), "{:?}", shapes(&bed));
+    bed.seen.refused_ranks.clear();
+    bed.settle();
+    assert_eq!((0..3).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [(2, 0); 3]);
 }
 
 #[test]
@@ -175,6 +329,16 @@ fn what_jobs_have_already_is_waited_for_core_by_core_and_nothing_is_killed() {
 }
 
 #[test]
+fn what_is_free_is_held_before_what_has_to_be_waited_for() {
+    let mut bed = Bed::new(&[4]);
+    bed.submit_host_job(1, 2);
+    bed.settle();
+    bed.create([foreign("web", 4500)]);
+    bed.settle();
+    assert_eq!((bed.shadows(0), sizes(&bed)), ((2, 2), vec![2, 1, 1]));
+}
+
+#[test]
 fn an_overlap_of_two_seconds_is_counted_and_reported_until_it_ends() {
     let mut bed = Bed::new(&[4, 4]);
     bed.submit_host_job(1, 4);
@@ -245,7 +409,7 @@ fn a_recovery_ends_though_the_clock_was_set_back_or_the_bridge_connects_again() 
     bed.set_time(bed.now + 60 * SECOND);
     bed.broker().in_run_since = Some(bed.now);
     bed.settle();
-    let submitted = bed.done.iter().filter(|action| matches!(action, Action::Shadow(ShadowStep::Submit(_)))).count();
+    let submitted = bed.done.iter().filter(|action| is_submission(action)).count();
     assert_eq!(
         (bed.broker().queues, sizes(&bed), submitted),
         (Queues::AllStarted, vec![1], 3),
@@ -271,12 +435,12 @@ fn a_shadow_job_that_the_scheduler_ended_is_replaced_in_the_same_recovery() {
 #[test]
 fn a_recovery_waits_for_no_rank_whose_shadow_job_is_refused_and_leaves_it_what_it_has() {
     let mut bed = Bed::new(&[4, 4]);
-    bed.create([foreign("web", 1500), PodView { node: Some("node1".into()), ..foreign("db", 1500) }]);
+    bed.create([foreign("web", 1500), PodView { node: Some("node1".into()), ..foreign("db", 2500) }]);
     bed.settle();
     bed.restart_broker(|_| true, false);
     bed.seen.refused_ranks = [0].into();
     bed.settle();
-    assert_eq!((bed.broker().queues, bed.shadows(0), bed.shadows(1)), (Queues::AllStarted, (1, 0), (1, 0)));
+    assert_eq!((bed.broker().queues, bed.shadows(0), bed.shadows(1)), (Queues::AllStarted, (1, 0), (2, 0)));
     assert_eq!(bed.jobs.values().filter(|job| job.slots.is_some()).count(), 2);
     bed.change("web", |pod| pod.requests.cpu = 2500);
     bed.settle();
