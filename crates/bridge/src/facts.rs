@@ -50,6 +50,8 @@ type Known<N, T> = BTreeMap<N, Entry<T>>;
 struct Entry<T> {
     /// The object, if there is one by the last answer.
     found: Option<T>,
+    /// The bridge may not read it.
+    is_forbidden: bool,
     is_answered: bool,
     /// When it was asked for last, or wanted first.
     since: Instant,
@@ -100,6 +102,7 @@ impl Lookups {
         let owners = pods.filter_map(|pod| pod.owner.as_ref());
         let owned: BTreeSet<&str> = owners.map(|owner| owner.uid.as_str()).collect();
         let group = |(name, entry): (&GroupName, &Entry<PodGroup>)| Some((name.clone(), entry.found?.needed));
+        let forbidden = self.groups.iter().filter(|(_, entry)| entry.is_forbidden);
         let claim = |(name, entry): (&Name, &Entry<VolumeClaim>)| Some((name.clone(), entry.found.clone()?));
         Facts {
             jobs: jobs
@@ -109,6 +112,7 @@ impl Lookups {
                 .collect(),
             job_sets: job_sets(jobs.values()),
             pod_groups: self.groups.iter().filter_map(group).collect(),
+            forbidden_groups: forbidden.map(|(name, _)| name.clone()).collect(),
             claims: self.claims.iter().filter_map(claim).collect(),
         }
     }
@@ -138,6 +142,7 @@ where
     }
     for (name, found) in answers {
         let Some(entry) = known.get_mut(&name) else { continue };
+        entry.is_forbidden = found.as_ref().is_err_and(|error| error.code() == Some(403));
         match found {
             Ok(found) => entry.found = found,
             Err(error) => debug!(%error, "can't look up what a pod refers to"),
@@ -151,7 +156,7 @@ where
 fn due<N: Ord + Clone, T>(known: &mut Known<N, T>, wanted: BTreeSet<N>, now: Instant) -> Vec<N> {
     known.retain(|name, _| wanted.contains(name));
     for name in wanted {
-        known.entry(name).or_insert(Entry { found: None, is_answered: false, since: now });
+        known.entry(name).or_insert(Entry { found: None, is_forbidden: false, is_answered: false, since: now });
     }
     let mut due: Vec<_> = known.iter().filter(|(_, entry)| entry.due() <= now).collect();
     due.sort_by_key(|(_, entry)| entry.since);
@@ -225,7 +230,8 @@ mod tests {
         let begin = Instant::now();
         let at = |seconds| begin + Duration::from_secs(seconds);
         let name = |name: &str| ("default".to_owned(), name.to_owned());
-        let entry = |is_answered, seconds| Entry::<u32> { found: None, is_answered, since: at(seconds) };
+        let entry =
+            |is_answered, seconds| Entry::<u32> { found: None, is_forbidden: false, is_answered, since: at(seconds) };
         let mut known: Known<Name, u32> = [
             (name("a"), entry(true, 0)),
             (name("b"), entry(true, 9)),

@@ -26,6 +26,10 @@ use crate::{
 
 /// Longest time to read the PodDisruptionBudgets of a namespace, which may have thousands of them.
 const ASKED_FOR: Duration = Duration::from_secs(30);
+/// How long a pod that the API server did not let go makes way for none: its PodDisruptionBudget rarely changes soon.
+const PROTECTED_FOR: Duration = Duration::from_hours(2);
+/// The same if the budgets could not be read within [`ASKED_FOR`].
+const ASKED_AGAIN_AFTER: Duration = Duration::from_mins(10);
 
 /// What makes a part of a victim go.
 #[derive(Debug, PartialEq)]
@@ -74,12 +78,14 @@ impl Tools {
         }
         for (namespace, victims) in by_namespace {
             let asked = tokio::time::timeout(ASKED_FOR, self.protected(namespace, &victims)).await;
-            let (pods, why) = match asked {
+            let (pods, why, pause) = match asked {
                 Ok(Ok(protected)) => match protected {
                     None => continue,
-                    Some((pods, budget)) => (pods, format!("PodDisruptionBudget {budget} protects them")),
+                    Some((pods, budget)) => {
+                        (pods, format!("PodDisruptionBudget {budget} protects them"), PROTECTED_FOR)
+                    }
                 },
-                Ok(Err(error)) if !is_lasting(&error) => {
+                Ok(Err(error)) if !would_fail_again(&error) => {
                     warn!(
                         namespace,
                         error = error_chain(&error),
@@ -88,11 +94,15 @@ impl Tools {
                     return Err(Outcome::Failed);
                 }
                 // Whoever may write in that namespace must not keep all others from getting cores.
-                Ok(Err(error)) => (all_pods(&victims), error_chain(&error)),
-                Err(_) => (all_pods(&victims), "its PodDisruptionBudgets take too long to read".to_owned()),
+                Ok(Err(error)) => (all_pods(&victims), error_chain(&error), PROTECTED_FOR),
+                // The API server may only be slow now.
+                Err(_) => {
+                    (all_pods(&victims), "its PodDisruptionBudgets take too long to read".to_owned(), ASKED_AGAIN_AFTER)
+                }
             };
-            info!(namespace, why, "pods that were to make way stay, for two hours at least");
-            return Err(Outcome::Protected(pods));
+            let minutes = pause.as_secs() / 60;
+            info!(namespace, why, minutes, "pods that were to make way stay, for so many minutes at least");
+            return Err(Outcome::Protected(pods, pause));
         }
         Ok(())
     }
@@ -127,7 +137,7 @@ impl Tools {
 
 /// True if the same question would be answered the same way: it is refused, or can't even be sent, as with a selector that is longer than a URL
 /// may be.
-fn is_lasting(error: &ApiError) -> bool {
+fn would_fail_again(error: &ApiError) -> bool {
     let ApiError::Api { source, .. } = error else { return false };
     match error.code() {
         Some(code) => (400..500).contains(&code) && !matches!(code, 401 | 408 | 409 | 429),
@@ -175,7 +185,7 @@ fn refusal(victim: &Victim, error: ApiError) -> Outcome {
     match by_api_server(Err(error)) {
         Outcome::Refused(words) => {
             warn!(victim = %victim.gang, words, "the API server does not let a gang make way: it is left alone for two hours");
-            Outcome::Protected(all_pods(&[victim]))
+            Outcome::Protected(all_pods(&[victim]), PROTECTED_FOR)
         }
         other => other,
     }

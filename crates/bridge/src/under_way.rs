@@ -28,8 +28,6 @@ const AGAIN_AFTER: Duration = Duration::from_secs(1);
 const PLACEHOLDER_AGAIN_AFTER: Duration = Duration::from_secs(30);
 /// How long the status tells of a refusal. [`PLACEHOLDER_AGAIN_AFTER`] is shorter: the next refusal renews the message before it ends.
 const TOLD_FOR: Duration = Duration::from_mins(1);
-/// How long a pod that the API server did not let go makes way for none: its PodDisruptionBudget rarely changes soon.
-const PROTECTED_FOR: Duration = Duration::from_hours(2);
 /// At most so many bindings at a time.
 const BINDINGS: usize = 8;
 /// At most so many other actions at a time.
@@ -44,8 +42,8 @@ pub(crate) enum Outcome {
     Failed,
     /// As [`Outcome::Failed`], and it would be refused again, with this message.
     Refused(String),
-    /// Nothing makes way, or not all, because the API server does not let these pods go, by uid.
-    Protected(BTreeSet<String>),
+    /// Nothing makes way, or not all, because the API server does not let these pods go, by uid. They make way for none for this long.
+    Protected(BTreeSet<String>, Duration),
     /// As [`Outcome::Failed`], and it must not be tried again for this long.
     Busy(Duration),
     /// It may have been done.
@@ -89,6 +87,7 @@ pub(crate) struct UnderWay {
     refused: BTreeMap<GangId, (String, Instant)>,
     refused_ranks: BTreeMap<Rank, Instant>,
     alone_ranks: BTreeMap<Rank, Instant>,
+    /// Until when.
     protected: BTreeMap<String, Instant>,
     /// The last placeholder pod that was refused.
     refused_placeholder: Option<(String, Instant)>,
@@ -118,9 +117,9 @@ impl UnderWay {
             Outcome::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
             Outcome::Busy(pause) => begun.progress = Progress::Paused(now + pause),
             Outcome::Failed => drop(self.begun.remove(at)),
-            Outcome::Protected(pods) => {
+            Outcome::Protected(pods, pause) => {
                 self.begun.remove(at);
-                self.protected.extend(pods.into_iter().map(|uid| (uid, now)));
+                self.protected.extend(pods.into_iter().map(|uid| (uid, now + pause)));
             }
             Outcome::Refused(words) => match (begun.action.paused_by_refusal().cloned(), &begun.action) {
                 (Some(gang), _) => {
@@ -164,9 +163,9 @@ impl UnderWay {
         recent(&mut self.alone_ranks)
     }
 
-    /// The pods that the API server did not let go in the last two hours, by uid.
+    /// The pods that make way for none now, by uid.
     pub(crate) fn protected(&mut self, now: Instant) -> BTreeSet<String> {
-        self.protected.retain(|_, at| now < *at + PROTECTED_FOR);
+        self.protected.retain(|_, until| now < *until);
         self.protected.keys().cloned().collect()
     }
 
@@ -185,8 +184,7 @@ impl UnderWay {
         let refused = self.refused.values().map(|(_, at)| at);
         let refused = refused.chain(self.refused_ranks.values()).chain(self.alone_ranks.values());
         let refused = refused.map(|at| *at + Duration::from_millis(PAUSE.unsigned_abs()));
-        let protected = self.protected.values().map(|at| *at + PROTECTED_FOR);
-        begun.chain(refused).chain(protected).min()
+        begun.chain(refused).chain(self.protected.values().copied()).min()
     }
 
     /// Forgets the actions whose result shows, and those that may be tried again.
@@ -289,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_is_protected_is_left_alone_for_two_hours_and_the_gang_that_waits_is_not_refused() {
+    fn a_pod_that_is_protected_is_left_alone_for_a_while_and_the_gang_that_waits_is_not_refused() {
         let gang = |name: &str| GangId {
             kind: GangKind::Annotated,
             namespace: "default".into(),
@@ -299,9 +297,9 @@ mod tests {
         let mut under_way = UnderWay::default();
         let begin = Instant::now();
         let number = under_way.begin(Action::Preempt { gang: gang("waits"), victims: Vec::new() });
-        under_way.note_outcome(number, Outcome::Protected(["web".to_owned()].into()), begin);
+        under_way.note_outcome(number, Outcome::Protected(["web".to_owned()].into(), Duration::from_mins(10)), begin);
         assert!(under_way.actions().is_empty() && under_way.refused().is_empty());
-        let end = begin + Duration::from_hours(2);
+        let end = begin + Duration::from_mins(10);
         assert_eq!(under_way.due(), Some(end));
         assert_eq!(under_way.protected(end - Duration::from_secs(1)), ["web".to_owned()].into());
         assert!(under_way.protected(end).is_empty());

@@ -1,6 +1,6 @@
 //! What pods refer to, as the effect layer has looked it up.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::NodeSelector;
 
@@ -18,6 +18,8 @@ pub struct Facts {
     /// The number of pods that a PodGroup needs at once (minCount, minMember); None if it has no such number. By kind of
     /// gang, namespace and name.
     pub pod_groups: BTreeMap<(GangKind, String, String), Option<u32>>,
+    /// The PodGroups that the bridge may not read.
+    pub forbidden_groups: BTreeSet<(GangKind, String, String)>,
     /// The JobSets of all Jobs.
     pub job_sets: BTreeMap<JobSetId, JobSet>,
     /// Volume claims that bridged pods mount, by namespace and name.

@@ -71,6 +71,9 @@ pub enum Problem {
         /// The gang.
         gang: GangId,
     },
+    /// Whether there is such a PodGroup can't be read.
+    #[error("the bridge may not read PodGroup {name}: an administrator has to apply deploy/pods.yaml of this version", name = .0.name)]
+    Forbidden(GangId),
     /// Not all Jobs of a JobSet have begun, or not yet.
     #[error("{begun} of {jobs} Jobs of JobSet {name} have begun", name = .gang.name)]
     JobsMissing {
@@ -100,7 +103,14 @@ pub enum Problem {
 impl Problem {
     /// True if it is with the pods themselves, and not with what they refer to, which may only not be known yet.
     pub fn is_of_pods(&self) -> bool {
-        !matches!(self, Self::NotFound { .. } | Self::JobsMissing { .. } | Self::NoVolume(_) | Self::NotOptedIn(_))
+        !matches!(
+            self,
+            Self::NotFound { .. }
+                | Self::Forbidden(_)
+                | Self::JobsMissing { .. }
+                | Self::NoVolume(_)
+                | Self::NotOptedIn(_)
+        )
     }
 }
 
@@ -325,11 +335,15 @@ fn of_pod(pod: &PodView, job: Option<&KubeJob>, facts: &Facts, now: Moment) -> (
         return sized(GangKind::Annotated, annotated);
     }
     for (kind, name) in pod.hints.pod_groups() {
-        match facts.pod_groups.get(&(kind, pod.namespace.clone(), name.clone())) {
+        let group = (kind, pod.namespace.clone(), name.clone());
+        match facts.pod_groups.get(&group) {
             Some(Some(size)) if *size > 1 => return (id(kind, name), Ok(*size)),
             Some(_) => return (single(pod), Ok(1)),
             // Fluence names its groups with coscheduling's label, and needs no PodGroup.
             None if kind == GangKind::Coscheduling && pod.hints.fluence.is_some() => {}
+            None if facts.forbidden_groups.contains(&group) => {
+                return (id(kind, name), Err(Problem::Forbidden(id(kind, name))));
+            }
             None => return (id(kind, name), Err(Problem::NotFound { kind: "PodGroup", gang: id(kind, name) })),
         }
     }

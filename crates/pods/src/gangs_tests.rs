@@ -183,9 +183,13 @@ fn a_gang_that_cant_be_submitted_says_why() {
     };
     let mut unsupported = pod("p", 1);
     plan(&mut unsupported).spreads = Err(Unsupported::PodAffinity);
-    let mut unknown = pod("p", 1);
-    unknown.hints.pod_group = Some("unknown".into());
+    let of_group = |name: &str| {
+        let mut pod = pod("p", 1);
+        pod.hints.pod_group = Some(name.into());
+        pod
+    };
     let mut facts = facts();
+    facts.forbidden_groups.insert((GangKind::PodGroup, "default".into(), "secret".into()));
     for (name, claim) in [
         ("bound", VolumeClaim::Bound { affinity: None }),
         ("unbound", VolumeClaim::Unbound),
@@ -203,7 +207,8 @@ fn a_gang_that_cant_be_submitted_says_why() {
         (sized("-3"), Some("the size of gang default/g is \"-3\"")),
         (sized("99999999999999"), Some("the size of gang default/g is")),
         (sized("1"), None),
-        (unknown, Some("PodGroup unknown was not found")),
+        (of_group("unknown"), Some("PodGroup unknown was not found")),
+        (of_group("secret"), Some("the bridge may not read PodGroup secret: an administrator has to apply")),
         (of_job("late", 0), Some("Job late was not found")),
         (unsupported, Some("spec.affinity.podAffinity")),
         (spreading(pod("p", 1)), Some("spec.affinity.podAntiAffinity")),

@@ -42,6 +42,7 @@ impl Words {
             Problem::Incomplete { .. }
             | Problem::JobsMissing { .. }
             | Problem::NotFound { .. }
+            | Problem::Forbidden(_)
             | Problem::NoVolume(_) => Reason::Incomplete,
             Problem::TooLarge { .. } | Problem::NoSize { .. } | Problem::BadName(_) | Problem::Unsupported(_) => {
                 Reason::Refused
