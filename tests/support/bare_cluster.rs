@@ -152,7 +152,8 @@ pub fn bridge_to(
     }
     let available = roster.ranks.keys().copied().collect();
     let (roster, nodes) = (Arc::new(roster), api::Nodes::default());
-    let (sender, told) = watch::channel(Told { roster, is_closing: false, settings, nodes, available });
+    let (sender, told) =
+        watch::channel(Told { roster, is_closing: false, settings, nodes, available, drained: api::IdSet::default() });
     let connect = move || -> BoxFuture<'static, _> {
         let socket = socket.clone();
         Box::pin(async move { broker::rfc3::Client::connect(&socket).await })

@@ -49,14 +49,25 @@ pub struct Told {
     pub nodes: Nodes,
     /// See [`available`].
     pub available: IdSet,
+    /// See [`drained`].
+    pub drained: IdSet,
+}
+
+/// The ranks that are drained, by what the lead's broker reports. None without a report.
+pub fn drained(reported: Option<&InstanceStatus>) -> IdSet {
+    reported
+        .into_iter()
+        .flat_map(|reported| &reported.drained)
+        .flat_map(|drained| drained.ranks.0.iter().copied())
+        .collect()
 }
 
 /// The ranks that Flux gives jobs now, by what the lead's broker reports: those that are online, and neither drained nor slow to answer. None
 /// without a report.
 pub fn available(reported: Option<&InstanceStatus>) -> IdSet {
-    let Some(InstanceStatus { online, drained, torpid, .. }) = reported else { return IdSet::default() };
-    let is_down = |rank: u32| torpid.contains(rank) || drained.iter().any(|drained| drained.ranks.contains(rank));
-    online.0.iter().copied().filter(|rank| !is_down(*rank)).collect()
+    let Some(InstanceStatus { online, torpid, .. }) = reported else { return IdSet::default() };
+    let drained = drained(reported);
+    online.0.iter().copied().filter(|rank| !torpid.contains(*rank) && !drained.contains(*rank)).collect()
 }
 
 /// What the bridge tells the agent.
@@ -93,14 +104,15 @@ mod tests {
     #[test]
     fn ranks_that_are_offline_drained_or_slow_get_no_jobs() {
         let set = |ranks: &str| ranks.parse::<IdSet>().unwrap();
-        let drained = Drained { ranks: set("1,4"), reason: String::new(), since: 0.0 };
+        let two = Drained { ranks: set("1,4"), reason: String::new(), since: 0.0 };
         let reported = InstanceStatus {
             online: set("0-3"),
-            drained: vec![drained],
+            drained: vec![two],
             torpid: set("2"),
             ..InstanceStatus::default()
         };
         assert_eq!(available(Some(&reported)), set("0,3"));
-        assert_eq!(available(None), IdSet::default());
+        assert_eq!(drained(Some(&reported)), set("1,4"));
+        assert_eq!((available(None), drained(None)), (IdSet::default(), IdSet::default()));
     }
 }

@@ -325,6 +325,7 @@ impl Kubernetes {
             ranks: ranks(&told.roster.ranks, &targets),
             targets,
             available: told.available,
+            drained: told.drained,
             facts,
             namespaces,
             doubtful,

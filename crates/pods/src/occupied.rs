@@ -3,7 +3,10 @@
 use api::{IdSet, Rank};
 use broker::resource_set::ResourceSet;
 
-use crate::{jobs::Jobs, record::GangKind};
+use crate::{
+    jobs::{JobClass, Jobs},
+    record::GangKind,
+};
 
 /// The ranks on which jobs hold resources, and how many jobs that are, shadow jobs left out.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -14,14 +17,18 @@ pub struct Occupied {
     pub by_gangs: IdSet,
     /// Those of gangs, single pods among them.
     pub by_pods: IdSet,
+    /// Those of shadow jobs that are for several ranks.
+    pub by_shared_jobs: IdSet,
     /// Number of jobs that run. Whoever has listed them sets it.
     pub running: u32,
 }
 
 impl Occupied {
-    /// The ranks on which anything runs: all but those that shadow jobs alone hold.
-    pub fn all(&self) -> IdSet {
-        self.by_host_jobs.0.union(&self.by_pods.0).copied().collect()
+    /// The ranks that can't be taken out of the instance now. Shadow jobs are no reason to wait, because their pods are there whatever Flux
+    /// does; but a `drained` rank must have left the job that it shares with others, which the scheduler would end for all of them.
+    pub fn in_use(&self, drained: &IdSet) -> IdSet {
+        let leaving = self.by_shared_jobs.0.intersection(&drained.0);
+        self.by_host_jobs.0.union(&self.by_pods.0).chain(leaving).copied().collect()
     }
 }
 
@@ -30,21 +37,26 @@ impl Occupied {
 /// holds them until they are free.
 pub fn occupied(allocated: &ResourceSet, jobs: &Jobs) -> Occupied {
     let mut left = allocated.by_rank();
-    let (mut by_gangs, mut by_pods) = (IdSet::default(), IdSet::default());
+    let mut found = Occupied::default();
     for job in jobs.iter().filter(|job| !job.is_host_job()) {
         for slot in job.held() {
             if let Some(cores) = left.get_mut(&slot.rank).and_then(|kinds| kinds.get_mut("core")) {
                 cores.0.retain(|core| !slot.cores.contains(*core));
             }
-            let Some(gang_job) = job.of_gang() else { continue };
-            by_pods.0.insert(slot.rank);
-            if gang_job.record.gang.kind != GangKind::Pod {
-                by_gangs.0.insert(slot.rank);
+            let ranks = match &job.class {
+                JobClass::Host => continue,
+                JobClass::Shadow(shadow) if shadow.nodes.len() == 1 => continue,
+                JobClass::Shadow(_) => &mut found.by_shared_jobs,
+                JobClass::Gang(_) => &mut found.by_pods,
+            };
+            ranks.0.insert(slot.rank);
+            if job.of_gang().is_some_and(|gang_job| gang_job.record.gang.kind != GangKind::Pod) {
+                found.by_gangs.0.insert(slot.rank);
             }
         }
     }
     left.retain(|_, kinds| kinds.values().any(|ids| !ids.is_empty()));
-    Occupied { by_host_jobs: left.into_keys().collect(), by_gangs, by_pods, running: 0 }
+    Occupied { by_host_jobs: left.into_keys().collect(), ..found }
 }
 
 /// What one look at the jobs shows.
@@ -91,7 +103,10 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::fixture::{job_events, request};
+    use crate::{
+        fixture::{job_events, request},
+        shadow::ShadowRequest,
+    };
 
     fn r(entries: &[(&str, &str)]) -> Value {
         let entry = |(rank, cores): &(&str, &str)| json!({"rank": rank, "children": {"core": cores}});
@@ -128,6 +143,22 @@ mod tests {
             ("an R that is not as asked", &[("1", "0-2")], Annotated, &[&[("1", "0-2")]], "", ["1", ""]),
         ] {
             assert_eq!(seen(allocated, kind, gangs, last), [host, gang], "{what}");
+        }
+    }
+
+    #[test]
+    fn a_rank_with_a_shadow_job_alone_is_in_use_only_if_it_is_drained_and_shares_the_job() {
+        for (ranks, drained, expected) in [("1", "1", ""), ("1-3", "", ""), ("1-3", "2,7", "2")] {
+            let set = |ranks: &str| ranks.parse::<IdSet>().unwrap();
+            let nodes = set(ranks).0.into_iter().map(|rank| (rank, format!("n{rank}"))).collect();
+            let request = ShadowRequest { nodes, life: String::new(), cores: 1, duration: 60 };
+            let mut item = job_events(7, json!([{"name": "alloc"}]), Some(request.jobspec()));
+            item.r = Some(r(&[(ranks, "0")]));
+            let mut jobs = Jobs::of(0);
+            jobs.apply(&item);
+            let occupied = occupied(&serde_json::from_value(r(&[(ranks, "0")])).unwrap(), &jobs);
+            assert_eq!(occupied.by_host_jobs, IdSet::default());
+            assert_eq!(occupied.in_use(&set(drained)).to_string(), expected, "{ranks}, drained {drained}");
         }
     }
 

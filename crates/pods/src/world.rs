@@ -38,6 +38,8 @@ pub struct World {
     pub ranks: BTreeMap<String, Rank>,
     /// The ranks that Flux gives jobs now: they are online and not drained. Empty while that is not known.
     pub available: IdSet,
+    /// The ranks that are drained. Empty while that is not known.
+    pub drained: IdSet,
     /// What the pods refer to.
     pub facts: Facts,
     /// Namespaces in which the bridge may bind, tell, evict and suspend.

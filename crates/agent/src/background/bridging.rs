@@ -113,8 +113,10 @@ impl Bridging {
             Wanted::Bridge { roster, is_closing } => {
                 let settings = settings(&inputs.spec);
                 let nodes = inputs.spec.nodes.clone();
-                let available = bridge::available(inputs.broker.instance.as_ref());
-                self.run_bridge(ops, Told { roster: Arc::clone(roster), is_closing, settings, nodes, available });
+                let reported = inputs.broker.instance.as_ref();
+                let (available, drained) = (bridge::available(reported), bridge::drained(reported));
+                let roster = Arc::clone(roster);
+                self.run_bridge(ops, Told { roster, is_closing, settings, nodes, available, drained });
             }
             Wanted::Cleanup { broker, starts_queues } => self.begin_cleanup(ops, broker, starts_queues),
         }

@@ -23,7 +23,6 @@ use api::{
 use host::dumps::is_of;
 use hostapi::Preflight;
 use model::lead::is_lead_fixed;
-use pods::occupied::Occupied;
 
 /// The scheduler gives cores that are free to the first job of the queue within seconds.
 const HELD_BACK: Duration = Duration::from_mins(1);
@@ -72,8 +71,10 @@ pub fn node_status(
     let is_lead = inputs.runs_lead();
     let instance = inputs.broker.instance.as_ref().filter(|_| is_lead);
     let occupied = inputs.broker.occupied.as_ref().filter(|_| is_lead);
-    // Shadow jobs are no reason to wait: their pods are there whatever Flux does.
-    let allocated = instance.map(|instance| occupied.map_or_else(|| instance.allocated.ranks.clone(), Occupied::all));
+    let allocated = instance.map(|instance| match occupied {
+        Some(occupied) => occupied.in_use(&bridge::drained(Some(instance))),
+        None => instance.allocated.ranks.clone(),
+    });
     let newest = || host.environments.last().cloned();
     let no_drains = BTreeMap::new();
     let copy = host.roster.clone().filter(|_| inputs.roster_is_gone && leads(host, inputs.own_spec()));

@@ -31,7 +31,7 @@ const MORE: &str = "pods of other schedulers use more cores";
 const MERGED: &str = "one job holds the cores of all";
 const IN_PARTS: &str = "its cores are asked for in parts";
 const NO_MEMBER: &str = "its node is no member any more";
-const ALONE: &str = "one of its ranks can't give it cores now";
+const ALONE: &str = "one of its ranks gets a job for itself";
 const REPLACED: &str = "the broker has restarted, and another job is for the same pods";
 
 /// Most jobs of a rank that wait: the largest one is then exchanged for a larger one. The scheduler looks at 1024 jobs.
@@ -56,7 +56,11 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
             wanted = wanted.max(shadows.cores());
         }
         let free = target.cores.saturating_sub(host_jobs.saturating_add(gangs)).saturating_sub(shadows.allocated());
-        changes.add(*rank, shadows.changes(wanted, free, is_idle && target.is_ready, may_share(round, *rank, shadows)));
+        let may_share = may_share(round, *rank, shadows);
+        match shadows.leaves(free, may_share, round.world.drained.contains(*rank)) {
+            Some(leaves) => changes.add(*rank, [leaves]),
+            None => changes.add(*rank, shadows.changes(wanted, free, is_idle && target.is_ready, may_share)),
+        }
     }
     // A member whose Node can't be read may still have its pods.
     for (job, shadow) in round.jobs.shadows().filter(|(job, _)| job.is_active()) {
@@ -291,11 +295,21 @@ impl<'a> Shadows<'a> {
         self.jobs.iter().filter(|job| job.is_pending)
     }
 
+    /// If the rank shares a job with others and has to leave it, the rank gets a job for itself. One that can't give its cores now would keep
+    /// the others from giving theirs; and the planner may be about to take a rank that is drained out of the instance: the scheduler would end
+    /// the job of all. `free`, `may_share`: see [`Self::changes`].
+    fn leaves(&self, free: u32, may_share: bool, is_drained: bool) -> Option<Change> {
+        let shared = self.jobs.iter().filter(|job| job.is_shared);
+        let mut leaves = shared.filter(|job| if job.is_pending { job.cores > free || !may_share } else { is_drained });
+        let OfRank { job, cores, .. } = leaves.next()?;
+        Some(Change::Set { job: job.id, cores: *cores, may_share: false, why: ALONE })
+    }
+
     /// What makes them hold `wanted` cores. `free`: how many cores of the rank no job holds.
     /// `may_merge`: nobody else would get their cores meanwhile. `may_share`: see [`may_share`].
     fn changes(&self, wanted: u32, free: u32, may_merge: bool, may_share: bool) -> Vec<Change> {
         match wanted.checked_sub(self.cores()) {
-            Some(0) if self.pending() > 0 => self.split(free, may_share),
+            Some(0) if self.pending() > 0 => self.split(free),
             Some(0) if may_merge => self.merge().into_iter().collect(),
             Some(0) => Vec::new(),
             Some(more) => self.grow(more, free.saturating_sub(self.pending()), may_share),
@@ -335,12 +349,8 @@ impl<'a> Shadows<'a> {
         (own.len() > MOST_RUNNING).then(|| Change::Merge { jobs: own.iter().map(|job| job.job.id).collect(), cores })
     }
 
-    /// If jobs wait that are larger than what is free, because others were faster: takes what is free, and keeps no other rank waiting.
-    fn split(&self, free: u32, may_share: bool) -> Vec<Change> {
-        let is_blocked = |job: &&OfRank| job.is_shared && (job.cores > free || !may_share);
-        if let Some(OfRank { job, cores, .. }) = self.waiting().find(is_blocked) {
-            return vec![Change::Set { job: job.id, cores: *cores, may_share: false, why: ALONE }];
-        }
+    /// If all jobs that wait are larger than what is free, because others were faster: takes what is free.
+    fn split(&self, free: u32) -> Vec<Change> {
         match self.waiting().min_by_key(|job| job.cores) {
             Some(OfRank { job, cores, .. }) if (1..*cores).contains(&free) => vec![
                 Change::Ask { cores: free, may_share: false },

@@ -151,6 +151,18 @@ fn a_shared_job_that_flux_refuses_is_submitted_again_rank_by_rank_at_once() {
 }
 
 #[test]
+fn a_rank_that_is_drained_leaves_the_job_that_it_shared_before_it_is_taken_out_of_the_instance() {
+    let mut bed = beside_web_on_all(3);
+    assert_eq!(shapes(&bed), ["0-2x2"]);
+    (bed.seen.drained, bed.down) = ([1].into_iter().collect(), [1].into());
+    bed.settle();
+    let mut found = shapes(&bed);
+    found.sort();
+    assert_eq!(found, ["0,2x2", "1x2"]);
+    assert_eq!((0..3).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [(2, 0), (0, 2), (2, 0)]);
+}
+
+#[test]
 fn a_member_that_has_gone_leaves_the_job_that_it_shared() {
     let mut bed = beside_web_on_all(3);
     bed.seen.targets.remove(&1).unwrap();
