@@ -2,8 +2,10 @@
 """Prints the licences of every crate that is linked into the binary: names first, then the texts, each once.
 
 usage: licenses.py TARGET_TRIPLE…
-       licenses.py --sbom TARGET_TRIPLE…    the same crates as a bill of materials (CycloneDX 1.6)
+       licenses.py --sbom TARGET_TRIPLE…                the same crates as a bill of materials (CycloneDX 1.6)
+       licenses.py [--sbom] --plugin TARGET_TRIPLE…     of kubectl-flux, instead of the image's program
 """
+import argparse
 import json
 import pathlib
 import subprocess
@@ -12,10 +14,10 @@ import sys
 NAMES = ("licen", "copying", "notice", "copyright", "unlicense")
 
 
-def linked(triples):
-    """The program, and the crates that are linked into it for any of these targets."""
+def linked(manifest, triples):
+    """The program of that Cargo.toml, and the crates that are linked into it for any of these targets."""
     platforms = [f"--filter-platform={triple}" for triple in triples]
-    command = ["cargo", "metadata", "--locked", "--no-default-features", "--format-version=1", *platforms]
+    command = ["cargo", "metadata", "--locked", "--no-default-features", "--format-version=1", "--manifest-path", manifest, *platforms]
     metadata = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     packages = {package["id"]: package for package in metadata["packages"]}
     nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
@@ -41,8 +43,8 @@ def texts(package):
     return [file.read_text(errors="replace").strip() for file in files]
 
 
-def print_licences(crates):
-    print("Crates that are linked into flux-distribute, and their licences.\n")
+def print_licences(program, crates):
+    print(f"Crates that are linked into {program}, and their licences.\n")
     holders = {}
     for package in crates:
         name = f"{package['name']} {package['version']}"
@@ -75,9 +77,14 @@ def print_sbom(program, crates):
     print()
 
 
-triples = [argument for argument in sys.argv[1:] if argument != "--sbom"]
-program, crates = linked(triples)
-if "--sbom" in sys.argv:
-    print_sbom(program, crates)
+parser = argparse.ArgumentParser()
+parser.add_argument("--sbom", action="store_true")
+parser.add_argument("--plugin", action="store_true")
+parser.add_argument("triples", nargs="+")
+arguments = parser.parse_args()
+program, crates = linked("crates/kubectl/Cargo.toml" if arguments.plugin else "Cargo.toml", arguments.triples)
+name = "kubectl-flux" if arguments.plugin else program["name"]
+if arguments.sbom:
+    print_sbom(program | {"name": name}, crates)
 else:
-    print_licences(crates)
+    print_licences(name, crates)

@@ -5,10 +5,13 @@
 #   scripts/release.sh version TAG     fails unless the tag, Cargo.toml and CHANGELOG.md name the same version
 #   scripts/release.sh build [IMAGE]   the program, taken out of the image that this machine's architecture gets; pushes that image
 #                                      as IMAGE without a tag
+#   scripts/release.sh plugin          kubectl-flux for this machine's system and architecture, with man pages
+#   scripts/release.sh plugin-files DIRECTORY   what that consists of; plugin has it made in Docker on Linux
+#   scripts/release.sh krew URL        the manifest for krew, if the release's files are below URL
 #   scripts/release.sh sign IMAGE      joins the pushed images as IMAGE:VERSION, signs it, writes the other files and signs them
 #   scripts/release.sh publish         makes the release on GitHub
 #
-# build needs Docker with buildx; sign also cosign; publish gh. Signatures need no key: they name the workflow that signs.
+# build needs Docker with buildx, and so does plugin on Linux; sign also cosign; publish gh. Signatures need no key: they name the workflow that signs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
@@ -28,14 +31,65 @@ check_version() { # TAG
     [ -n "$(notes)" ] || fail "CHANGELOG.md has no section [$version]"
 }
 
+build_image() {
+    # Docker's own builder attests no provenance, and all builds share the cache of this one.
+    docker buildx inspect "$builder" >/dev/null 2>&1 || docker buildx create --name "$builder" --driver docker-container
+    docker buildx build --builder "$builder" -f docker/Dockerfile "$@" .
+}
+
+plugin_files() { # DIRECTORY
+    local target
+    target=$(rustc --print host-tuple)
+    cargo build --profile image --locked --package kubectl --bin kubectl-flux
+    cargo run --profile image --locked --package kubectl --example man -- "$1/man/man1"
+    mkdir -p "$1/licenses"
+    cp "target/$target/image/kubectl-flux" "$1"
+    cp LICENSE "$1/licenses"
+    python3 scripts/licenses.py --plugin "$target" | gzip -9 -n >"$1/licenses/third-party.txt.gz"
+}
+
+plugin() {
+    local machine system
+    case $(uname -m) in
+        x86_64) machine=amd64 ;;
+        aarch64 | arm64) machine=arm64 ;;
+        *) fail "no release has a program for $(uname -m)" ;;
+    esac
+    rm -rf target/plugin
+    mkdir -p "$files"
+    case $(uname -s) in
+        Linux)
+            system=linux
+            build_image --target plugin --output "type=local,dest=target/plugin"
+            file --brief target/plugin/kubectl-flux | grep -E 'static(ally|-pie) linked' || fail "kubectl-flux is not static"
+            ;;
+        Darwin)
+            system=darwin
+            plugin_files target/plugin
+            ;;
+        *) fail "no release has a program for $(uname -s)" ;;
+    esac
+    [ "$(target/plugin/kubectl-flux --version)" = "kubectl-flux $version" ] || fail "kubectl-flux is not version $version"
+    tar -czf "$files/kubectl-flux-$version-$system-$machine.tar.gz" -C target/plugin kubectl-flux licenses man
+}
+
+krew() { # URL
+    local platform archive sum manifest=$files/flux.yaml
+    sed -e "s|REPOSITORY|${GITHUB_REPOSITORY:-OWNER/REPOSITORY}|; s|URL/|$1/|; s|VERSION|$version|" deploy/krew/flux.yaml >"$manifest"
+    for platform in linux-amd64 linux-arm64 darwin-amd64 darwin-arm64; do
+        archive=kubectl-flux-$version-$platform.tar.gz
+        [ -f "$files/$archive" ] || fail "$files has no $archive"
+        sum=$(sha256sum <"$files/$archive")
+        sed -i "/$archive/{n; s/SHA256/${sum%% *}/; }" "$manifest"
+    done
+    ! grep -n 'SHA256\|VERSION\|URL/' "$manifest" || fail "not everything in $manifest is filled in"
+}
+
 build() { # [IMAGE]
     local machine name digest
     machine=$(uname -m)
     name=flux-distribute-$version-linux-$machine
     mkdir -p "$files" "$digests"
-    # Docker's own builder attests no provenance, and both builds share the cache of this one.
-    docker buildx inspect "$builder" >/dev/null 2>&1 || docker buildx create --name "$builder" --driver docker-container
-    build_image() { docker buildx build --builder "$builder" -f docker/Dockerfile "$@" .; }
 
     rm -rf "target/$name"
     build_image --output "type=local,dest=target/$name"
@@ -53,7 +107,7 @@ build() { # [IMAGE]
 
 sign() { # IMAGE
     local image=$1 sbom=$files/flux-distribute-$version.cdx.json parts digest
-    [ "$(find "$files" -name '*.tar.gz' | wc -l)" = 2 ] || fail "$files has not the programs of two architectures"
+    [ "$(find "$files" -name 'flux-distribute-*.tar.gz' | wc -l)" = 2 ] || fail "$files has not the programs of two architectures"
     mapfile -t parts < <(cat "$digests"/*)
     [ "${#parts[@]}" = 2 ] || fail "$digests has not the images of two architectures"
     docker buildx imagetools create --tag "$image:$version" "${parts[@]/#/$image@}"
@@ -63,6 +117,9 @@ sign() { # IMAGE
     # buildx can make one too, but looks into the image, and finds no crate in a stripped program.
     scripts/licenses.py --sbom x86_64-unknown-linux-musl aarch64-unknown-linux-musl >"$sbom"
     cosign attest --yes --type cyclonedx --predicate "$sbom" "$image@$digest"
+    scripts/licenses.py --sbom --plugin x86_64-unknown-linux-musl aarch64-unknown-linux-musl x86_64-apple-darwin aarch64-apple-darwin \
+        >"$files/kubectl-flux-$version.cdx.json"
+    krew "$GITHUB_SERVER_URL/$GITHUB_REPOSITORY/releases/download/v$version"
 
     sed "s|^\( *image: \).*|\1$image:$version@$digest|" deploy/daemonset-installer.yaml >"$files/daemonset-installer.yaml"
     cp deploy/pods.yaml "$files"
@@ -79,7 +136,10 @@ publish() {
 case ${1:-} in
     version) check_version "${2:?which tag?}" ;;
     build) build "${2:-}" ;;
+    plugin) plugin ;;
+    plugin-files) plugin_files "${2:?which directory?}" ;;
+    krew) krew "${2:?which URL?}" ;;
     sign) sign "${2:?which image?}" ;;
     publish) publish ;;
-    *) sed -n '2,11p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,14p' "$0" >&2; exit 2 ;;
 esac

@@ -9,7 +9,7 @@ use std::{
     process::ExitCode,
 };
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 
 use super::{
     Failure,
@@ -18,6 +18,7 @@ use super::{
 };
 use api::{FluxInstanceSpec, MOST_CORES_OR_GPUS, Rank, by_line};
 use base::{error_chain, words::many};
+use kubectl::TreeFormat;
 use model::{
     broker_toml,
     drawing::{Drawing, Mark},
@@ -93,16 +94,6 @@ enum What {
     },
 }
 
-#[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
-enum TreeFormat {
-    /// Indented lines
-    Text,
-    /// For Graphviz's dot
-    Dot,
-    /// A drawing, for a browser
-    Svg,
-}
-
 /// Renders, and prints.
 pub(super) fn render(arguments: RenderArguments) -> Result<ExitCode, Failure> {
     let both = [&arguments.from.nodes, &arguments.spec];
@@ -152,16 +143,17 @@ fn text(preview: &Preview, spec: &FluxInstanceSpec, what: What) -> Result<String
             broker_toml::render(&preview.roster).map_err(|error| error_chain(&error))?
         }
         What::Tree { output } => {
-            let drawing = Drawing::of(&preview.roster, |rank| mark(preview, rank));
-            match output {
-                TreeFormat::Text => drawing.text(),
-                TreeFormat::Dot => return Ok(comments("// ", "", &notes) + &drawing.dot()),
+            let (before, after) = match output {
+                TreeFormat::Text => ("# ", ""),
+                TreeFormat::Dot => ("// ", ""),
                 TreeFormat::Svg => {
                     // XML's comments must not contain two hyphens.
                     notes.iter_mut().for_each(|note| *note = note.replace("--", "- -"));
-                    return Ok(comments("<!-- ", " -->", &notes) + &drawing.svg());
+                    ("<!-- ", " -->")
                 }
-            }
+            };
+            let drawing = Drawing::of(&preview.roster, |rank| mark(preview, rank));
+            return Ok(comments(before, after, &notes) + &output.draw(&drawing));
         }
         What::Unit { node } => on_node::unit(preview, node.as_deref(), &mut notes)?,
         What::Node { node } => on_node::steps(preview, spec, &node)?,

@@ -105,12 +105,8 @@ mod tests {
     fn ranks_that_are_offline_drained_or_slow_get_no_jobs() {
         let set = |ranks: &str| ranks.parse::<IdSet>().unwrap();
         let two = Drained { ranks: set("1,4"), reason: String::new(), since: 0.0 };
-        let reported = InstanceStatus {
-            online: set("0-3"),
-            drained: vec![two],
-            torpid: set("2"),
-            ..InstanceStatus::default()
-        };
+        let reported =
+            InstanceStatus { online: set("0-3"), drained: vec![two], torpid: set("2"), ..InstanceStatus::default() };
         assert_eq!(available(Some(&reported)), set("0,3"));
         assert_eq!(drained(Some(&reported)), set("1,4"));
         assert_eq!((available(None), drained(None)), (IdSet::default(), IdSet::default()));

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use model::drawing::Drawing;
+
 const EXAMPLES: &str = "\
 Examples:
   kubectl flux status                  one screen: the instance, and its nodes
@@ -46,19 +48,29 @@ pub(crate) struct Connection {
 #[derive(Subcommand, Debug)]
 pub(crate) enum Command {
     /// Show the instance, and each node with its rank, phase, resources, and what is wrong
+    #[command(
+        after_help = "Examples:\n  kubectl flux status\n  kubectl flux status --watch\n  kubectl flux status -o json | jq .instance"
+    )]
     Status(StatusOptions),
     /// Show the tree in which the brokers connect, with the state of each
+    #[command(after_help = "Examples:\n  kubectl flux tree\n  kubectl flux tree -o svg > tree.svg")]
     Tree(TreeOptions),
     /// Check everything, and name the remedy for what is wrong; exit code 1 if something is, or can't be checked
+    #[command(after_help = "Example:\n  kubectl flux doctor")]
     Doctor(DoctorOptions),
     /// Pack objects, Events and logs into one archive for whoever helps you; secrets are masked
+    #[command(after_help = "Example:\n  kubectl flux support-bundle --out bundle.tar.gz")]
     SupportBundle(SupportOptions),
     /// Open a shell in the Flux instance, on the lead or on NODE
+    #[command(after_help = "Examples:\n  kubectl flux connect\n  kubectl flux connect node3")]
     Connect {
         /// The node; by default the lead
         node: Option<String>,
     },
     /// Run a command in the Flux instance, on the lead or on another node
+    #[command(
+        after_help = "Examples:\n  kubectl flux run -- flux run -N4 hostname\n  kubectl flux run --node node3 -- flux uptime"
+    )]
     Run {
         /// The node; by default the lead
         #[arg(long)]
@@ -68,14 +80,17 @@ pub(crate) enum Command {
         command: Vec<String>,
     },
     /// List jobs, as flux-jobs(1) does with the same arguments
+    #[command(after_help = "Examples:\n  kubectl flux jobs\n  kubectl flux jobs -a --count=20")]
     Jobs {
         /// Arguments of flux jobs, such as `-a`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
     /// Print what the agent and the broker of a node write
+    #[command(after_help = "Examples:\n  kubectl flux logs node3 --follow\n  kubectl flux logs --tail 50")]
     Logs(LogsOptions),
     /// Give nodes no new jobs; running ones may end
+    #[command(after_help = "Example:\n  kubectl flux drain 'node[1-4]' new memory")]
     Drain {
         /// The nodes, as a hostlist: `node[1-4]`
         nodes: String,
@@ -84,26 +99,32 @@ pub(crate) enum Command {
         reason: Vec<String>,
     },
     /// Give nodes jobs again
+    #[command(after_help = "Example:\n  kubectl flux undrain 'node[1-4]'")]
     Undrain {
         /// The nodes, as a hostlist: `node[1-4]`
         nodes: String,
     },
     /// Start no more jobs until `resume`; running ones go on
+    #[command(after_help = "Example:\n  kubectl flux pause")]
     Pause,
     /// Start jobs again
+    #[command(after_help = "Example:\n  kubectl flux resume")]
     Resume,
     /// Set spec.size: how many nodes may take part
+    #[command(after_help = "Example:\n  kubectl flux scale 8")]
     Scale {
         /// How many; a node that leaves is drained first
         size: u32,
     },
     /// Show what the next coordinated restart brings, and what it waits for
+    #[command(after_help = "Example:\n  kubectl flux upgrade")]
     Upgrade {
         /// Restart now, even if jobs run: these are lost
         #[arg(long)]
         now: bool,
     },
     /// Remove Flux from all hosts, and everything of flux-distribute from the cluster
+    #[command(after_help = "Example:\n  kubectl flux uninstall")]
     Uninstall(UninstallOptions),
 }
 
@@ -136,14 +157,26 @@ pub(crate) struct TreeOptions {
     pub output: TreeFormat,
 }
 
+/// How to draw a tree.
 #[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TreeFormat {
+pub enum TreeFormat {
     /// Indented lines
     Text,
     /// For Graphviz's dot
     Dot,
     /// A drawing, for a browser
     Svg,
+}
+
+impl TreeFormat {
+    /// The text to print.
+    pub fn draw(self, drawing: &Drawing) -> String {
+        match self {
+            Self::Text => drawing.text(),
+            Self::Dot => drawing.dot(),
+            Self::Svg => drawing.svg(),
+        }
+    }
 }
 
 #[derive(Args, Debug, Clone)]
@@ -194,4 +227,41 @@ pub(crate) struct UninstallOptions {
     /// How long to wait for the hosts, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn each_command_has_examples_and_they_are_commands() {
+        let all = Arguments::command();
+        for command in all.get_subcommands() {
+            let name = command.get_name();
+            let help = command.get_after_help().unwrap().to_string();
+            let lines = help.lines().skip(1).map(|line| line.trim().split(['|', '>']).next().unwrap());
+            for line in lines {
+                assert!(line.starts_with(&format!("kubectl flux {name}")), "{name}: {line}");
+                let words = line.replace('\'', "");
+                let parsed = Arguments::try_parse_from(words.split_whitespace().skip(1));
+                assert!(parsed.is_ok(), "{line}: {parsed:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_command_has_a_man_page() {
+        let directory = std::env::temp_dir().join(format!("man-of-kubectl-flux-{}", std::process::id()));
+        fs::create_dir(&directory).unwrap();
+        clap_mangen::generate_to(Arguments::command(), &directory).unwrap();
+        for command in Arguments::command().get_subcommands() {
+            let page = fs::read_to_string(directory.join(format!("kubectl-flux-{}.1", command.get_name()))).unwrap();
+            assert!(page.contains("Example"), "{}", command.get_name());
+        }
+        fs::remove_dir_all(&directory).unwrap();
+    }
 }

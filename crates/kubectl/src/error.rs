@@ -9,7 +9,7 @@ use cluster::ApiError;
 /// Why a command could not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum KubectlError {
+pub(crate) enum KubectlError {
     /// The kubeconfig can't be read or used.
     #[error(
         "no cluster to speak to: name a kubeconfig by --kubeconfig or KUBECONFIG, and one of its contexts by --context"
@@ -59,6 +59,9 @@ pub enum KubectlError {
     /// What was found can't be turned into JSON or YAML.
     #[error("can't turn what was found into {0}")]
     Format(&'static str, #[source] io::Error),
+    /// This process can't have threads.
+    #[error("can't start")]
+    Runtime(#[source] io::Error),
     /// stdout can't be written.
     #[error("can't write the output")]
     Write(#[source] io::Error),
@@ -72,7 +75,7 @@ impl From<ApiError> for KubectlError {
 
 impl KubectlError {
     /// 2 if only other arguments or another kubeconfig can help, else 1.
-    pub fn exit_code(&self) -> u8 {
+    pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Kubeconfig(_) | Self::Client(_) | Self::Input(_) => 2,
             _ => 1,
@@ -80,7 +83,7 @@ impl KubectlError {
     }
 
     /// What happened, why, and the remedy, for a person: it may quote what a server has sent.
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         visible_lines(&chain(self))
     }
 
@@ -95,7 +98,7 @@ impl KubectlError {
     }
 
     /// True if the reader of the output has gone away, as `head` does: no failure.
-    pub fn is_closed_output(&self) -> bool {
+    pub(crate) fn is_closed_output(&self) -> bool {
         matches!(self, Self::Write(error) if error.kind() == io::ErrorKind::BrokenPipe)
     }
 }

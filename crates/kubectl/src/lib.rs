@@ -28,20 +28,61 @@ mod tree;
 mod uninstall;
 mod upgrade;
 
-use std::process::ExitCode;
+use std::{
+    io::{self, Write},
+    path::Path,
+    process::ExitCode,
+};
 
-pub use arguments::Arguments;
+use clap::Parser;
+
 use arguments::Command;
-pub use complete::complete;
-pub use error::KubectlError;
+pub use arguments::{Arguments, TreeFormat};
+use complete::complete;
+use error::KubectlError;
 use in_instance::FluxCommand;
 use observed::Cluster;
 
-/// Runs the command that the arguments name.
-///
-/// # Errors
-/// [`KubectlError`]; its exit code is [`KubectlError::exit_code`].
-pub async fn run(arguments: Arguments) -> Result<ExitCode, KubectlError> {
+/// The name of a plugin (kubectl's documentation, "Extend kubectl with plugins").
+const PLUGIN: &str = "kubectl-flux";
+/// What kubectl runs to complete a command line of `kubectl flux`.
+const COMPLETES: &str = "kubectl_complete-flux";
+
+/// True if this process was called by one of the names by which kubectl finds a plugin.
+pub fn is_called() -> bool {
+    matches!(called().as_str(), PLUGIN | COMPLETES)
+}
+
+fn called() -> String {
+    let first = std::env::args_os().next().unwrap_or_default();
+    Path::new(&first).file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// Runs the command of `kubectl flux` that the process's arguments name, or completes what they begin if the process was called by
+/// that name.
+pub fn main() -> ExitCode {
+    // rustls has no default provider in this build; only the first call of a process does anything.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let done = if called() == COMPLETES {
+        let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
+        base::process::print(&complete(&words)).map(|()| ExitCode::SUCCESS).map_err(KubectlError::Write)
+    } else {
+        let arguments = Arguments::parse();
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        runtime.map_err(KubectlError::Runtime).and_then(|runtime| runtime.block_on(run(arguments)))
+    };
+    match done {
+        Ok(code) => code,
+        Err(error) if error.is_closed_output() => ExitCode::SUCCESS,
+        Err(error) => {
+            // A closed stderr has no reader, so there is no way to report that.
+            let _ = writeln!(io::stderr(), "kubectl flux: {}", error.text());
+            error.exit_code().into()
+        }
+    }
+}
+
+async fn run(arguments: Arguments) -> Result<ExitCode, KubectlError> {
     let Arguments { connection, command } = arguments;
     let cluster = Cluster::connect(&connection).await?;
     match command {

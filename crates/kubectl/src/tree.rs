@@ -22,12 +22,7 @@ pub(crate) async fn run(cluster: &Cluster, format: TreeFormat) -> Result<ExitCod
         KubectlError::State("no node has a rank yet: `kubectl flux status` shows what the nodes wait for".to_owned())
     };
     let drawing = drawing(&roster.ok_or_else(none)?, &overview(&observed));
-    let text = match format {
-        TreeFormat::Text => drawing.text(),
-        TreeFormat::Dot => drawing.dot(),
-        TreeFormat::Svg => drawing.svg(),
-    };
-    print(&text)?;
+    print(&format.draw(&drawing))?;
     Ok(ExitCode::SUCCESS)
 }
 
