@@ -100,6 +100,7 @@ fn anchor(heading: &str) -> String {
 fn links_between_documents_lead_somewhere() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let documents = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let documents = documents.filter(|path| path.is_file());
     let others = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"].map(|name| root.join(name));
     for path in documents.chain(others) {
         let text = fs::read_to_string(&path).unwrap();
@@ -145,4 +146,31 @@ fn the_constants_in_the_architecture_are_in_the_sources() {
     ["src", "crates"].iter().for_each(|directory| sources(&root.join(directory), &mut all));
     let missing: Vec<_> = names.iter().filter(|name| !all.contains(&format!("const {name}: "))).collect();
     assert!(missing.is_empty(), "docs/architecture.md explains {missing:?}, which are no constants any more");
+}
+
+/// `scripts/record` wrote both from one run: nobody has typed what the first screen of the README shows.
+#[test]
+fn the_picture_in_the_readme_shows_what_was_recorded() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = |file: &str| fs::read_to_string(root.join(file)).unwrap();
+    let cast = text("docs/recorded/first-screen.cast");
+    let mut lines = cast.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let header = lines.next().unwrap();
+    assert_eq!((&header["version"], &header["width"]), (&2.into(), &100.into()));
+    let printed: String = lines.map(|line| line[2].as_str().unwrap().to_owned()).collect();
+    // Colours: an escape to the next `m`.
+    let mut pieces = printed.split('\u{1b}');
+    let first = pieces.next().unwrap().to_owned();
+    let printed = pieces.fold(first, |printed, piece| printed + piece.split_once('m').unwrap().1).replace("\r\n", "\n");
+    let picture = text("docs/recorded/first-screen.svg").replace("&#160;", " ");
+    for line in printed.lines().map(str::trim_end) {
+        assert!(line.chars().count() <= 100, "{line}");
+        for word in line.split_whitespace() {
+            let escaped = word.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+            assert!(picture.contains(&escaped), "the picture lacks {word:?} of {line:?}");
+        }
+    }
+    assert!(printed.contains("$ kubectl flux status\n") && printed.contains("4 of 4 online"), "{printed}");
+    assert!(!picture.contains("url(\"http") && !picture.contains("<script"), "GitHub shows no such picture");
+    assert!(text("README.md").contains("(docs/recorded/first-screen.svg)"));
 }
