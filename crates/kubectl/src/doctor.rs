@@ -10,7 +10,7 @@ use k8s_openapi::{
 use serde::Serialize;
 
 use crate::{
-    alike::{alike, names},
+    alike::alike,
     arguments::DoctorFormat,
     error::{KubectlError, chain},
     observed::{Cluster, DoctorInputs, Observed},
@@ -22,6 +22,7 @@ use base::words::many;
 use cluster::{ApiError, clock};
 use model::{
     agents::{AgentPod, by_node},
+    hostlist::shortened,
     kubernetes::unsupported,
     obstacle::Obstacle,
 };
@@ -165,7 +166,7 @@ fn agents(
     let down = agents.values().filter_map(|agent| Some((agent.down.as_deref()?, agent)));
     let mut checks = Vec::new();
     for (why, group) in alike(down, |(why, _)| *why) {
-        let nodes = names(group.iter().map(|(_, agent)| agent.node.as_str()));
+        let nodes = shortened(group.iter().map(|(_, agent)| agent.node.as_str()));
         let remedy = group.first().map(|(_, agent)| format!("kubectl -n {NAMESPACE} describe pod {}", agent.name));
         checks.push(Check::problem(SUBJECT, format!("no agent runs on {nodes}: {why}"), remedy));
     }
@@ -221,7 +222,7 @@ fn versions(observed: &Observed) -> Check {
     versions.sort_unstable();
     versions.dedup();
     if !observed.unreadable.is_empty() {
-        let unreadable = names(observed.unreadable.iter().map(String::as_str));
+        let unreadable = shortened(observed.unreadable.iter().map(String::as_str));
         let found = format!("this program can't read the FluxNodes {unreadable}: another version has written them");
         return Check::problem(
             SUBJECT,
@@ -260,7 +261,7 @@ fn nodes(overview: &Overview) -> Vec<Check> {
     }
     groups.sort_by_key(|((attention, _), _)| std::cmp::Reverse(*attention));
     let check = |((attention, found), nodes): &((Attention, String), Vec<&Node>)| {
-        let subject = names(nodes.iter().map(|node| node.name.as_str()));
+        let subject = shortened(nodes.iter().map(|node| node.name.as_str()));
         let first = nodes.first().filter(|_| *attention == Attention::Act);
         let remedy = first.map(|node| {
             format!("`kubectl flux logs {}` shows more; docs/failures.md has a section for each phase", node.name)

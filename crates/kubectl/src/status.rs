@@ -5,7 +5,7 @@ use std::{process::ExitCode, time::Duration};
 use comfy_table::Cell;
 
 use crate::{
-    alike::{alike, names},
+    alike::alike,
     arguments::{StatusFormat, StatusOptions},
     error::KubectlError,
     observed::Cluster,
@@ -14,6 +14,7 @@ use crate::{
 };
 use api::IdSet;
 use base::words::many;
+use model::hostlist::shortened;
 
 /// How often `--watch` looks.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
@@ -102,7 +103,7 @@ fn nodes(overview: &Overview, screen: Screen) -> String {
         let first = group.first()?;
         let ranks: IdSet = group.iter().filter_map(|node| node.rank).collect();
         let mut line = vec![
-            plain(names(group.iter().map(|node| node.name.as_str()))),
+            plain(shortened(group.iter().map(|node| node.name.as_str()))),
             plain(if ranks.is_empty() { "-".to_owned() } else { ranks.to_string() }),
         ];
         line.extend(common(first));
@@ -156,7 +157,7 @@ fn unreadable(overview: &Overview) -> String {
     }
     format!(
         "not shown, because another version has written them: {}\n",
-        names(overview.unreadable.iter().map(String::as_str))
+        shortened(overview.unreadable.iter().map(String::as_str))
     )
 }
 

@@ -9,7 +9,7 @@ use std::{
 use kube::{ResourceExt, api::DeleteParams, core::DeserializeGuard};
 
 use crate::{
-    alike::{alike, names},
+    alike::alike,
     arguments::UninstallOptions,
     error::{KubectlError, chain, is_denied},
     kubectl,
@@ -23,6 +23,7 @@ use base::{
     words::{many, visible},
 };
 use cluster::{call, gone_is_fine};
+use model::hostlist::shortened;
 
 /// The objects of an installation, in the order in which they go: whoever gets the agents' ServiceAccount next must not get the rights of the
 /// bridge with it. Only their kinds and names matter here.
@@ -149,7 +150,7 @@ fn left(nodes: &[DeserializeGuard<FluxNode>]) -> Option<String> {
     };
     let lines = alike(nodes, words).into_iter().map(|(words, nodes)| {
         let nodes: Vec<_> = nodes.iter().map(|node| node.name_any()).collect();
-        format!("  {}: {words}\n", visible(&names(nodes.iter().map(String::as_str))))
+        format!("  {}: {words}\n", visible(&shortened(nodes.iter().map(String::as_str))))
     });
     (!nodes.is_empty()).then(|| format!("{} to clean\n{}", many(nodes.len() as u64, "host"), lines.collect::<String>()))
 }

@@ -148,7 +148,7 @@ impl Drawing {
     fn words(&self, ranks: &[Rank]) -> [String; 3] {
         let members = || ranks.iter().filter_map(|rank| self.members.get(rank));
         let word = members().next().map_or_else(|| "no member".to_owned(), |member| member.mark.word.clone());
-        let nodes = hostlist::encode(members().map(|member| &member.node));
+        let nodes = hostlist::shortened(members().map(|member| &member.node));
         [ranks.iter().copied().collect::<IdSet>().to_string(), nodes, word]
     }
 }

@@ -12,6 +12,11 @@ const LONGEST_HOST: usize = 253;
 /// Maximum number of digits in a host's number, including leading zeros.
 const MOST_DIGITS: usize = 20;
 
+/// Longest hostlist that is shown to people, in characters.
+const LONGEST_SHOWN: usize = 200;
+/// Names that are shown of a longer one.
+const FIRST_SHOWN: usize = 3;
+
 /// Writes `hosts` as a hostlist in the same order. Folds only neighbours with consecutive numbers.
 pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
     let mut groups: Vec<Group> = Vec::new();
@@ -23,6 +28,16 @@ pub fn encode<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
         }
     }
     groups.iter().map(Group::text).collect::<Vec<_>>().join(",")
+}
+
+/// As [`encode`], for people: of a list that is longer than a line of a screen, the first names and how many there are more.
+pub fn shortened<S: AsRef<str>>(hosts: impl IntoIterator<Item = S>) -> String {
+    let hosts: Vec<S> = hosts.into_iter().collect();
+    let list = encode(&hosts);
+    if list.chars().count() <= LONGEST_SHOWN || hosts.len() <= FIRST_SHOWN {
+        return list;
+    }
+    format!("{} and {} more", encode(hosts.iter().take(FIRST_SHOWN)), hosts.len() - FIRST_SHOWN)
 }
 
 /// Reads a hostlist as a broker writes it, with at most one bracket in each name. Stops after as many hosts as an instance has ranks, and
@@ -204,7 +219,17 @@ impl Range {
 
 #[cfg(test)]
 mod tests {
-    use super::{HostlistError, MOST_HOSTS, decode, encode, parse};
+    use super::{HostlistError, MOST_HOSTS, decode, encode, parse, shortened};
+
+    #[test]
+    fn names_without_a_common_end_do_not_fill_the_screen() {
+        assert_eq!(shortened((1..=1000).map(|n| format!("n{n}"))), "n[1-1000]");
+        let cloud = (1..=1000).map(|n| format!("ip-10-0-0-{n}.compute.internal"));
+        assert_eq!(
+            shortened(cloud),
+            "ip-10-0-0-1.compute.internal,ip-10-0-0-2.compute.internal,ip-10-0-0-3.compute.internal and 997 more"
+        );
+    }
 
     #[test]
     fn a_persons_hostlist_is_read_as_a_brokers_or_refused() {
