@@ -20,7 +20,7 @@ use super::{
     AgentArguments, AgentError,
     agent::Agent,
     background::{
-        Background, gate,
+        Background, agents, gate,
         health::{self, Health},
         serve::Serving,
     },
@@ -69,8 +69,9 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
     let client = client().await?;
     let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
-    let sources = Sources::begin(&client, &arguments.node_name, &arguments.daemonset);
-    let (watched, agents) = (sources.watched.clone(), sources.agents.clone());
+    let sources = Sources::begin(&client, &arguments.node_name);
+    let (watched, agents) = (sources.watched.clone(), Arc::<AtomicU32>::default());
+    tokio::spawn(agents::count(client.clone(), arguments.daemonset.clone(), agents.clone()));
     tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
     let serving = Serving::begin(arguments.host_ip).await;
     let mut agent = Agent {
@@ -266,7 +267,8 @@ async fn is_over(client: &Client, daemonset: &str, mut watched: watch::Receiver<
     let verdict = at_sigterm(
         evidence(namespace.ok(), &known.namespace),
         evidence(instance.ok(), &known.instance),
-        evidence(daemonset.ok(), &known.daemonset),
+        // It only says how long to wait for the other two, so it is not watched.
+        evidence(daemonset.ok(), &Presence::Unknown),
     );
     debug!(?verdict, "what SIGTERM means");
     match verdict {

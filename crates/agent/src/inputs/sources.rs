@@ -2,10 +2,7 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
+    sync::Arc,
     time::{Instant, UNIX_EPOCH},
 };
 
@@ -48,8 +45,6 @@ struct LastInstance {
 pub struct Sources {
     client: Client,
     began: Instant,
-    /// How many agents there are, each of them a candidate for the planner's Lease.
-    pub agents: Arc<AtomicU32>,
     /// Objects that this agent watches.
     pub watched: watch::Receiver<WatchedObjects>,
     /// What the broker says over its socket.
@@ -77,14 +72,13 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Begins to watch what concerns node `node_name`. `daemonset`: the DaemonSet that this agent's pod belongs to.
-    pub fn begin(client: &Client, node_name: &str, daemonset: &str) -> Self {
+    /// Begins to watch what concerns node `node_name`.
+    pub fn begin(client: &Client, node_name: &str) -> Self {
         let ask_broker = Arc::<Notify>::default();
         Self {
             client: client.clone(),
             began: Instant::now(),
-            agents: Arc::default(),
-            watched: watch_objects(client, node_name, daemonset),
+            watched: watch_objects(client, node_name),
             broker: broker_state::follow(ask_broker.clone()),
             ask_broker,
             rejected: watch::channel(Rejected::new()).0,
@@ -110,7 +104,6 @@ impl Sources {
         // What changes from here on begins the next round.
         let watched = self.watched.borrow_and_update().clone();
         drop(self.broker.borrow_and_update());
-        self.agents.store(watched.agents(), Ordering::Relaxed);
         self.follow_instance(&watched);
         self.check_stall(&watched, reporter).await;
         let host = ops.observe().await?;

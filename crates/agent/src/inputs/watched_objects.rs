@@ -1,10 +1,11 @@
-//! The objects that the agent watches from its start: its FluxNode, the FluxInstance, its DaemonSet and its Namespace. At a
-//! teardown the agent's rights are gone within half a second, while open watches still deliver.
+//! The objects that the agent watches from its start: its FluxNode, the FluxInstance and its Namespace. At a teardown the agent's
+//! rights are gone within half a second, while open watches still deliver. The DaemonSet is none of them: its end proves nothing, and
+//! its status changes with each pod that becomes ready, which every agent would be sent.
 
 use std::{fmt::Debug, pin::pin, time::Duration};
 
 use futures::{Stream, StreamExt};
-use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Namespace};
+use k8s_openapi::api::core::v1::Namespace;
 use kube::{
     Api, Client, Resource, ResourceExt,
     runtime::{WatchStreamExt, watcher},
@@ -65,8 +66,6 @@ pub struct WatchedObjects {
     pub instance: Presence<FluxInstance>,
     /// Our FluxNode.
     pub flux_node: Presence<FluxNode>,
-    /// Our DaemonSet.
-    pub daemonset: Presence<DaemonSet>,
     /// Our Namespace.
     pub namespace: Presence<Namespace>,
     /// uid and spec.uninstall of the FluxInstance as they were last seen: people may change spec.uninstall right before they
@@ -75,12 +74,6 @@ pub struct WatchedObjects {
 }
 
 impl WatchedObjects {
-    /// How many agents there are, members or not: as many as our DaemonSet has pods. 0 until that is known.
-    pub fn agents(&self) -> u32 {
-        let status = self.daemonset.here().and_then(|daemonset| daemonset.status.as_ref());
-        status.and_then(|status| u32::try_from(status.desired_number_scheduled).ok()).unwrap_or(0)
-    }
-
     fn set<K: Watched>(&mut self, presence: Presence<K>) {
         *K::place(self) = presence;
         let uninstall =
@@ -187,16 +180,6 @@ impl Watched for FluxNode {
     }
 }
 
-impl Watched for DaemonSet {
-    fn place(watched: &mut WatchedObjects) -> &mut Presence<Self> {
-        &mut watched.daemonset
-    }
-
-    fn is_news(&self, before: &Self) -> bool {
-        has_other_metadata(self, before)
-    }
-}
-
 impl Watched for Namespace {
     fn place(watched: &mut WatchedObjects) -> &mut Presence<Self> {
         &mut watched.namespace
@@ -217,18 +200,15 @@ fn has_other_metadata<K: Resource>(object: &K, before: &K) -> bool {
     acted_on(object) != acted_on(before)
 }
 
-/// Watches until the receiver is dropped. `daemonset`: the DaemonSet that this agent's pod belongs to. The receiver always
-/// has the latest state, and is notified of what [may change what the agent does](Watched::is_news), and when a watch
+/// Watches until the receiver is dropped. The receiver always has the latest state, and is notified of what [may change what the agent does](Watched::is_news), and when a watch
 /// goes on after an interruption: then the API server answers again.
-pub fn watch_objects(client: &Client, node_name: &str, daemonset: &str) -> watch::Receiver<WatchedObjects> {
+pub fn watch_objects(client: &Client, node_name: &str) -> watch::Receiver<WatchedObjects> {
     let (sender, receiver) = watch::channel(WatchedObjects::default());
     let namespaces = Api::<Namespace>::all(client.clone());
     let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
     let nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
-    let daemonsets = Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE);
     tokio::spawn(follow(instances, INSTANCE.to_owned(), sender.clone()));
     tokio::spawn(follow(nodes, node_name.to_owned(), sender.clone()));
-    tokio::spawn(follow(daemonsets, daemonset.to_owned(), sender.clone()));
     tokio::spawn(follow(namespaces, NAMESPACE.to_owned(), sender));
     receiver
 }
@@ -386,41 +366,38 @@ mod tests {
         following.abort();
     }
 
-    fn daemonset(ready: i32, annotation: &str) -> DaemonSet {
-        let status = json!({"currentNumberScheduled": 9, "desiredNumberScheduled": 9, "numberMisscheduled": 0,
-                            "numberReady": ready});
-        let metadata = json!({"name": "install-flux", "uid": "1", "annotations": {"a": annotation},
-                              "resourceVersion": ready.to_string()});
-        serde_json::from_value(json!({"metadata": metadata, "status": status})).unwrap()
+    fn instance(online: u32, annotation: &str) -> FluxInstance {
+        let metadata = json!({"name": INSTANCE, "uid": "1", "annotations": {"a": annotation},
+                              "resourceVersion": online.to_string()});
+        serde_json::from_value(json!({"metadata": metadata, "spec": {}, "status": {"online": online}})).unwrap()
     }
 
     #[tokio::test]
     async fn only_news_and_the_end_of_an_interruption_begin_a_round() {
         use watcher::Event::{Apply, Init, InitApply, InitDone};
-        let all = |ready| vec![Ok(Init), Ok(InitApply(daemonset(ready, "x"))), Ok(InitDone)];
+        let all = |online| vec![Ok(Init), Ok(InitApply(instance(online, "x"))), Ok(InitDone)];
         let interrupted = || Err(watcher::Error::NoResourceVersion);
         for (what, events, begins) in [
-            ("a count of ready pods", vec![Ok(Apply(daemonset(2, "x")))], false),
-            ("another annotation", vec![Ok(Apply(daemonset(2, "y")))], true),
-            ("the watch goes on", vec![interrupted(), Ok(Apply(daemonset(2, "x")))], true),
+            ("a count of online members", vec![Ok(Apply(instance(2, "x")))], false),
+            ("another annotation", vec![Ok(Apply(instance(2, "y")))], true),
+            ("the watch goes on", vec![interrupted(), Ok(Apply(instance(2, "x")))], true),
             ("a watch that can't go on begins anew", iter::once(interrupted()).chain(all(2)).collect(), true),
         ] {
             let (sender, mut watched) = watch::channel(WatchedObjects::default());
-            let api = Api::<DaemonSet>::namespaced(client(Vec::new(), Arc::default()), NAMESPACE);
-            take_in(stream::iter(all(1)), &api, "install-flux", &sender).await;
+            let api = Api::<FluxInstance>::namespaced(client(Vec::new(), Arc::default()), NAMESPACE);
+            take_in(stream::iter(all(1)), &api, INSTANCE, &sender).await;
             watched.mark_unchanged();
-            take_in(stream::iter(events), &api, "install-flux", &sender).await;
+            take_in(stream::iter(events), &api, INSTANCE, &sender).await;
             assert_eq!(watched.has_changed().unwrap(), begins, "{what}");
-            let known = &watched.borrow_and_update().daemonset;
-            let ready = known.here().and_then(|found| Some(found.status.as_ref()?.number_ready));
-            assert_eq!(ready, Some(2), "{what}: what begins no round is known in the next one");
+            let online = watched.borrow_and_update().instance_status().map(|status| status.online);
+            assert_eq!(online, Some(2), "{what}: what begins no round is known in the next one");
         }
     }
 
     #[test]
     fn what_all_agents_write_together_is_no_news() {
-        assert!(!daemonset(8, "x").is_news(&daemonset(7, "x")));
-        assert!(daemonset(8, "y").is_news(&daemonset(8, "x")));
+        assert!(!instance(8, "x").is_news(&instance(7, "x")));
+        assert!(instance(8, "y").is_news(&instance(8, "x")));
 
         let instance = |online: u32, followed: i64, pending: Option<&str>, spec: serde_json::Value| -> FluxInstance {
             let conditions: Vec<_> = pending
