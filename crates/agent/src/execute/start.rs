@@ -28,7 +28,7 @@ use crate::{
 };
 use api::{Rank, Roster};
 use base::chance::chance;
-use cluster::{ApiError, published::read_roster};
+use cluster::ApiError;
 use hostapi::Preflight;
 use model::tree::parent;
 
@@ -148,12 +148,8 @@ async fn read_from_api(
     preflight: &Preflight,
     decided: &Assignment,
 ) -> Result<(Assignment, Arc<Roster>, Content), StepError> {
-    let client = &agent.ops.client;
-    let roster = async { read_roster(client).await.map(|read| read.map(|(roster, _)| Arc::new(roster))) };
+    let roster = agent.sources.published.read_roster(&agent.ops.client);
     let (flux_node, roster) = futures::try_join!(agent.reporter.of(&inputs.node), roster)?;
-    if roster.is_some() {
-        agent.sources.published.roster.clone_from(&roster);
-    }
     let fresh = FreshLook { flux_node, roster };
     let assignment = confirm(inputs, &agent.memory, decided, fresh)?;
     let roster = agent.sources.published.roster()?;

@@ -3,7 +3,7 @@
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Instant, UNIX_EPOCH},
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 
 use kube::{Api, Client, ResourceExt};
@@ -24,8 +24,11 @@ use super::{
 };
 use crate::{error::StepError, node_ops::NodeOps, reporter::Reporter};
 use api::{ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE};
-use base::error_chain;
+use base::{chance::jittered, error_chain};
 use hostapi::{HostView, Preflight};
+
+/// While there is no FluxInstance: how long an answer counts that none is about to come.
+const NONE_AGAIN: Duration = Duration::from_mins(1);
 
 /// Follows the broker's log below one prefix, until it is dropped.
 struct LogTask {
@@ -69,6 +72,8 @@ pub struct Sources {
     /// The host in the last round.
     last_host: HostView,
     refusal: RefusalCache,
+    /// Until then, no first FluxInstance is expected.
+    none_to_come_until: Option<Instant>,
 }
 
 impl Sources {
@@ -92,6 +97,7 @@ impl Sources {
             preflight: None,
             last_host: HostView::default(),
             refusal: RefusalCache::default(),
+            none_to_come_until: None,
         }
     }
 
@@ -110,7 +116,8 @@ impl Sources {
         self.follow_host(&host);
         self.look_for_another_machine(&watched, &host);
         self.follow_log(&host);
-        if watched.instance.here().is_some() && !watched.is_over() {
+        let is_here = watched.instance.here().is_some() && !watched.is_over();
+        if is_here {
             self.read_published(&watched, reporter, &host).await;
         }
         let local_roster = host_roster(&host);
@@ -137,6 +144,7 @@ impl Sources {
             roster: self.published.roster.clone(),
             newer_roster: self.published.newer_roster().map(str::to_owned),
             roster_is_gone: self.published.roster_is_gone,
+            packages_unread: is_here && self.published.sets_unread(),
             published: self.published.sets().iter().map(|(digest, _)| digest.clone()).collect(),
             held_archives: Vec::new(),
             applied: Applied::of(&host),
@@ -294,12 +302,17 @@ impl Sources {
     }
 
     /// ConfigMap flux-default is about to become the first FluxInstance, so something will be wanted soon.
-    async fn first_instance_is_about_to_come(&self) -> bool {
+    async fn first_instance_is_about_to_come(&mut self) -> bool {
+        if self.none_to_come_until.is_some_and(|until| Instant::now() < until) {
+            return false;
+        }
         let maps = Api::<k8s_openapi::api::core::v1::ConfigMap>::namespaced(self.client.clone(), NAMESPACE);
         let map = cluster::call("get ConfigMap flux-default", maps.get_opt(CONFIGMAP_DEFAULT)).await;
-        match map {
+        let is_to_come = match map {
             Ok(map) => map.is_some_and(|map| !map.annotations().contains_key(ANNOTATION_CONSUMED)),
             Err(_) => true,
-        }
+        };
+        self.none_to_come_until = (!is_to_come).then(|| Instant::now() + jittered(NONE_AGAIN));
+        is_to_come
     }
 }

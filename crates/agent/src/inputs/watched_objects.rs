@@ -106,6 +106,13 @@ impl WatchedObjects {
         self.instance_status().map_or(0, |status| status.observed_generation)
     }
 
+    /// What the planner says about the next epoch's packages: [`Self::followed_generation`], and the reason of condition RestartPending.
+    /// Its message names the jobs that the restart waits for.
+    pub fn packages_followed(&self) -> (i64, Option<String>) {
+        let pending = self.instance_status().and_then(|status| status.holding(CONDITION_RESTART_PENDING));
+        (self.followed_generation(), pending.map(|pending| pending.reason.clone()))
+    }
+
     /// The planner reports that Secret `flux-curve` is gone.
     pub fn lacks_certificate(&self) -> bool {
         self.instance_status().is_some_and(|status| status.holding(CONDITION_CERTIFICATE_MISSING).is_some())
@@ -160,7 +167,8 @@ impl Watched for FluxInstance {
     fn is_news(&self, before: &Self) -> bool {
         let followed = |instance: &Self| {
             let status = instance.status.as_ref()?;
-            let condition = |type_| status.holding(type_).map(|condition| condition.message.clone());
+            // Not the messages: that of a restart which waits for jobs changes with each job.
+            let condition = |type_| status.holding(type_).map(|condition| condition.reason.clone());
             let conditions = [CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING].map(condition);
             Some((status.observed_generation, status.instance_id.clone(), conditions))
         };
@@ -401,8 +409,9 @@ mod tests {
 
         let instance = |online: u32, followed: i64, pending: Option<&str>, spec: serde_json::Value| -> FluxInstance {
             let conditions: Vec<_> = pending
-                .map(|message| {
-                    json!({"type": CONDITION_RESTART_PENDING, "status": "True", "reason": "Waits", "message": message,
+                .map(|reason| {
+                    json!({"type": CONDITION_RESTART_PENDING, "status": "True", "reason": reason,
+                           "message": format!("packages; waits for {online} jobs"),
                            "lastTransitionTime": "2026-01-01T00:00:00Z"})
                 })
                 .into_iter()
@@ -415,7 +424,10 @@ mod tests {
         let before = instance(7, 1, None, json!({}));
         assert!(!instance(8, 1, None, json!({})).is_news(&before));
         assert!(instance(7, 2, None, json!({})).is_news(&before));
-        assert!(instance(7, 1, Some("packages"), json!({})).is_news(&before));
+        let pending = instance(7, 1, Some("Waits"), json!({}));
+        assert!(pending.is_news(&before));
+        assert!(!instance(8, 1, Some("Waits"), json!({})).is_news(&pending), "a job that it waits for has ended");
+        assert!(instance(7, 1, Some("Begins"), json!({})).is_news(&pending));
         assert!(instance(7, 1, None, json!({"size": 8})).is_news(&before));
 
         let node = |rank: u32, phase: &str| -> FluxNode {
