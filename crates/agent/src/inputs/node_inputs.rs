@@ -74,7 +74,7 @@ pub struct NodeInputs {
     /// The host.
     pub host: HostView,
     /// The roster that this host was configured by last, if it belongs to the instance that claimed the host.
-    pub local_roster: Option<Roster>,
+    pub local_roster: Option<Arc<Roster>>,
     /// What preflight found, once it has passed.
     pub preflight: Option<Preflight>,
     /// Lead only: the roster's revision that the running broker has loaded.

@@ -334,10 +334,7 @@ mod tests {
         let text = |revision| serde_json::to_string(&Roster { revision, ..roster(2, &[("node1", 2)]) }).unwrap();
         let objects = |version: u32| {
             let url = format!("file:///srv/{version}");
-            vec![
-                (CONFIGMAP_ROSTER, version, text(version.into())),
-                (CONFIGMAP_PACKAGES, version, bundle(&url)),
-            ]
+            vec![(CONFIGMAP_ROSTER, version, text(version.into())), (CONFIGMAP_PACKAGES, version, bundle(&url))]
         };
         let mut published = PublishedState::default();
         let mut read = async |version, expected: &[&str]| {

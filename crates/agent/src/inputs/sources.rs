@@ -112,7 +112,7 @@ impl Sources {
         drop(self.broker.borrow_and_update());
         self.follow_instance(&watched);
         self.check_stall(&watched, reporter).await;
-        let host = ops.observe().await?;
+        let host = ops.observe_again(&self.last_host).await?;
         self.follow_host(&host);
         self.look_for_another_machine(&watched, &host);
         self.follow_log(&host);
