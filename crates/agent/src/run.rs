@@ -231,7 +231,7 @@ async fn report_unobserved(agent: &mut Agent, error: &StepError) -> Duration {
     let watched = agent.sources.watched.borrow().clone();
     if let Some(node) = watched.flux_node.here().filter(|_| !agent.sources.is_replaced(&watched)) {
         let status = unobserved(error_chain(error), node.status.as_ref());
-        agent.reporter.try_write(node, &status).await;
+        agent.reporter.try_write(node, &status, |written| agent.sources.own_writes.wrote(node, written)).await;
     }
     RESYNC
 }

@@ -20,7 +20,7 @@ use super::{
     published::PublishedState,
     refusal::RefusalCache,
     stall_detector::StallDetector,
-    watched_objects::{Presence, WatchedObjects, watch_objects},
+    watched_objects::{OwnWrites, Presence, WatchedObjects, watch_objects},
 };
 use crate::{error::StepError, node_ops::NodeOps, reporter::Reporter};
 use api::{ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE};
@@ -50,6 +50,8 @@ pub struct Sources {
     began: Instant,
     /// Objects that this agent watches.
     pub watched: watch::Receiver<WatchedObjects>,
+    /// Makes its own writes known there.
+    pub own_writes: OwnWrites,
     /// What the broker says over its socket.
     pub broker: watch::Receiver<BrokerState>,
     /// Makes the task behind `broker` ask at once.
@@ -80,10 +82,12 @@ impl Sources {
     /// Begins to watch what concerns node `node_name`.
     pub fn begin(client: &Client, node_name: &str) -> Self {
         let ask_broker = Arc::<Notify>::default();
+        let (own_writes, watched) = watch_objects(client, node_name);
         Self {
             client: client.clone(),
             began: Instant::now(),
-            watched: watch_objects(client, node_name),
+            watched,
+            own_writes,
             broker: broker_state::follow(ask_broker.clone()),
             ask_broker,
             rejected: watch::channel(Rejected::new()).0,

@@ -81,6 +81,19 @@ impl WatchedObjects {
         self.uninstall = uninstall.or(self.uninstall.take());
     }
 
+    /// Takes in `after`, the API server's answer to a write of this agent to its FluxNode, which was `before`. The watch's event about that
+    /// write then is no news. Returns true if somebody else has changed more than the status meanwhile. If the watch has delivered
+    /// another state since, that may be the newer one, and the event is still to come.
+    fn wrote(&mut self, before: &FluxNode, after: FluxNode) -> bool {
+        let known = self.flux_node.here();
+        if known.and_then(ResourceExt::resource_version) != before.resource_version() {
+            return false;
+        }
+        let is_news = has_other_metadata(&after, before) || after.spec != before.spec;
+        self.set(Presence::Here(Box::new(after)));
+        is_news
+    }
+
     /// There is positive evidence that the FluxInstance is over.
     pub fn is_over(&self) -> bool {
         self.instance.is_ending() || self.namespace.is_ending()
@@ -210,15 +223,25 @@ fn has_other_metadata<K: Resource>(object: &K, before: &K) -> bool {
 
 /// Watches until the receiver is dropped. The receiver always has the latest state, and is notified of what [may change what the agent does](Watched::is_news), and when a watch
 /// goes on after an interruption: then the API server answers again.
-pub fn watch_objects(client: &Client, node_name: &str) -> watch::Receiver<WatchedObjects> {
+pub fn watch_objects(client: &Client, node_name: &str) -> (OwnWrites, watch::Receiver<WatchedObjects>) {
     let (sender, receiver) = watch::channel(WatchedObjects::default());
     let namespaces = Api::<Namespace>::all(client.clone());
     let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
     let nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
     tokio::spawn(follow(instances, INSTANCE.to_owned(), sender.clone()));
     tokio::spawn(follow(nodes, node_name.to_owned(), sender.clone()));
-    tokio::spawn(follow(namespaces, NAMESPACE.to_owned(), sender));
-    receiver
+    tokio::spawn(follow(namespaces, NAMESPACE.to_owned(), sender.clone()));
+    (OwnWrites(sender), receiver)
+}
+
+/// Where an agent's own writes become known before the watch delivers them.
+pub struct OwnWrites(watch::Sender<WatchedObjects>);
+
+impl OwnWrites {
+    /// This agent's FluxNode was `before`, and is `after` by a write of this agent.
+    pub fn wrote(&self, before: &FluxNode, after: FluxNode) {
+        self.0.send_if_modified(|watched| watched.wrote(before, after));
+    }
 }
 
 async fn follow<K: Watched>(api: Api<K>, name: String, sender: watch::Sender<WatchedObjects>) {
@@ -399,6 +422,30 @@ mod tests {
             assert_eq!(watched.has_changed().unwrap(), begins, "{what}");
             let online = watched.borrow_and_update().instance_status().map(|status| status.online);
             assert_eq!(online, Some(2), "{what}: what begins no round is known in the next one");
+        }
+    }
+
+    #[test]
+    fn an_agents_own_write_begins_no_round_unless_somebody_else_has_written_too() {
+        let node = |version: u32, rank: u32, phase: &str| -> FluxNode {
+            let metadata = json!({"name": "node1", "uid": "1", "resourceVersion": version.to_string()});
+            let (spec, status) = (json!({"nodeName": "node1", "rank": rank}), json!({"phase": phase}));
+            serde_json::from_value(json!({"metadata": metadata, "spec": spec, "status": status})).unwrap()
+        };
+        let before = node(1, 1, "Starting");
+        for (what, known, after, begins, version) in [
+            ("its status", &before, node(2, 1, "Online"), false, "2"),
+            ("the planner has written in between", &before, node(3, 2, "Online"), true, "3"),
+            ("the watch is ahead", &node(4, 2, "Starting"), node(3, 1, "Online"), false, "4"),
+        ] {
+            let (sender, mut receiver) = watch::channel(WatchedObjects::default());
+            sender.send_modify(|watched| watched.set(Presence::Here(Box::new(known.clone()))));
+            receiver.mark_unchanged();
+            let own_writes = OwnWrites(sender);
+            own_writes.wrote(&before, after);
+            assert_eq!(receiver.has_changed().unwrap(), begins, "{what}");
+            let known = receiver.borrow_and_update().flux_node.here().and_then(ResourceExt::resource_version);
+            assert_eq!(known.as_deref(), Some(version), "{what}");
         }
     }
 
