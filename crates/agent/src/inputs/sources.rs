@@ -2,10 +2,7 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
+    sync::Arc,
     time::{Instant, UNIX_EPOCH},
 };
 
@@ -28,6 +25,7 @@ use super::{
 use crate::{error::StepError, node_ops::NodeOps, reporter::Reporter};
 use api::{ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE};
 use base::error_chain;
+use cluster::lease_rules::Place;
 use hostapi::{HostView, Preflight};
 
 /// Follows the broker's log below one prefix, until it is dropped.
@@ -48,8 +46,8 @@ struct LastInstance {
 pub struct Sources {
     client: Client,
     began: Instant,
-    /// How many agents there are, each of them a candidate for the planner's Lease.
-    pub agents: Arc<AtomicU32>,
+    /// This agent's place among the candidates for the planner's Lease.
+    pub place: watch::Sender<Place>,
     /// Objects that this agent watches.
     pub watched: watch::Receiver<WatchedObjects>,
     /// What the broker says over its socket.
@@ -83,7 +81,7 @@ impl Sources {
         Self {
             client: client.clone(),
             began: Instant::now(),
-            agents: Arc::default(),
+            place: watch::Sender::default(),
             watched: watch_objects(client, node_name, daemonset),
             broker: broker_state::follow(ask_broker.clone()),
             ask_broker,
@@ -110,7 +108,8 @@ impl Sources {
         // What changes from here on begins the next round.
         let watched = self.watched.borrow_and_update().clone();
         drop(self.broker.borrow_and_update());
-        self.agents.store(watched.agents(), Ordering::Relaxed);
+        let place = Place { rank: watched.own_spec().and_then(|spec| spec.rank), agents: watched.agents() };
+        self.place.send_if_modified(|known| std::mem::replace(known, place) != place);
         self.follow_instance(&watched);
         self.check_stall(&watched, reporter).await;
         let host = ops.observe().await?;
