@@ -2,7 +2,7 @@
 
 use std::{
     process::ExitCode,
-    sync::{Arc, atomic::AtomicU32},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -44,7 +44,7 @@ use super::{
 };
 use api::{FluxInstance, INSTANCE, NAMESPACE};
 use base::{chance::chance, error_chain};
-use cluster::lease;
+use cluster::{lease, lease_rules::Place};
 use host::NsHost;
 use hostapi::Host;
 use packages::tried_again;
@@ -55,8 +55,8 @@ const LIVE_CHANGE: Duration = Duration::from_mins(1);
 const LAST_CALL: Duration = Duration::from_secs(1);
 
 /// Plans for the whole cluster while this agent holds the Lease, as long as the future is polled. Gets a client, the pod's name, and
-/// the number of agents as this one knows it.
-pub type Plan = fn(Client, String, Arc<AtomicU32>) -> BoxFuture<'static, ()>;
+/// this agent's place among the candidates.
+pub type Plan = fn(Client, String, watch::Receiver<Place>) -> BoxFuture<'static, ()>;
 
 /// Runs the agent until SIGTERM, and `plan` beside it.
 ///
@@ -70,8 +70,8 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
     let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
     let sources = Sources::begin(&client, &arguments.node_name);
-    let (watched, agents) = (sources.watched.clone(), Arc::<AtomicU32>::default());
-    tokio::spawn(agents::count(client.clone(), arguments.daemonset.clone(), agents.clone()));
+    let (watched, place) = (sources.watched.clone(), sources.place.subscribe());
+    tokio::spawn(agents::count(client.clone(), arguments.daemonset.clone(), sources.place.clone()));
     tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
     let serving = Serving::begin(arguments.host_ip).await;
     let mut agent = Agent {
@@ -83,7 +83,7 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
         termination_log: arguments.termination_log.clone(),
         live_change: Arc::default(),
     };
-    let planner = tokio::spawn(plan(client.clone(), arguments.pod_name.clone(), agents));
+    let planner = tokio::spawn(plan(client.clone(), arguments.pod_name.clone(), place));
     let live_change = agent.live_change.clone();
     tokio::select! {
         () = rounds(&mut agent) => {}

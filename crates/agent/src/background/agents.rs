@@ -1,35 +1,30 @@
-//! Counts the agents, each of them a candidate for the planner's Lease: the more there are, the less often each looks at it.
+//! Counts the agents, each of them a candidate for the planner's Lease: if they are few, all watch it.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-    time::Duration,
-};
+use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::DaemonSet;
 use kube::{Api, Client};
-use tokio::time::sleep;
+use tokio::{sync::watch, time::sleep};
 use tracing::debug;
 
 use api::NAMESPACE;
 use base::{chance::jittered, error_chain};
-use cluster::call;
+use cluster::{call, lease_rules::Place};
 
 /// Between two counts. A watch would deliver each pod that becomes ready, to every node.
 const EVERY: Duration = Duration::from_mins(10);
 /// The same while the API server does not tell.
 const AGAIN: Duration = Duration::from_secs(30);
 
-/// Keeps `agents` at the number of pods that DaemonSet `name`, ours, is to have.
-pub async fn count(client: Client, name: String, agents: Arc<AtomicU32>) {
+/// Keeps [`Place::agents`] at the number of pods that DaemonSet `name`, ours, is to have.
+pub async fn count(client: Client, name: String, place: watch::Sender<Place>) {
     let sets = Api::<DaemonSet>::namespaced(client, NAMESPACE);
     loop {
         let pause = match call(format!("get DaemonSet {name}"), sets.get(&name)).await {
             Ok(set) => {
                 let wanted = set.status.map_or(0, |status| status.desired_number_scheduled);
-                agents.store(u32::try_from(wanted).unwrap_or(0), Ordering::Relaxed);
+                let agents = u32::try_from(wanted).unwrap_or(0);
+                place.send_if_modified(|known| std::mem::replace(&mut known.agents, agents) != agents);
                 EVERY
             }
             Err(error) => {
@@ -64,11 +59,11 @@ mod tests {
                 Response::builder().status(code).body(Body::from(set.into_bytes()))
             }
         });
-        let agents = Arc::<AtomicU32>::default();
-        let counting = tokio::spawn(count(Client::new(service, NAMESPACE), "install-flux".to_owned(), agents.clone()));
+        let place = watch::Sender::<Place>::default();
+        let counting = tokio::spawn(count(Client::new(service, NAMESPACE), "install-flux".to_owned(), place.clone()));
         let times = [asked.recv().await.unwrap(), asked.recv().await.unwrap(), asked.recv().await.unwrap()];
         assert!(times[1] < 2 * AGAIN && times[2] >= EVERY, "{times:?}");
-        assert_eq!(agents.load(Ordering::Relaxed), 9);
+        assert_eq!(place.borrow().agents, 9);
         counting.abort();
     }
 }

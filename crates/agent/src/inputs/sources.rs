@@ -25,6 +25,7 @@ use super::{
 use crate::{error::StepError, node_ops::NodeOps, reporter::Reporter};
 use api::{ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE};
 use base::{chance::jittered, error_chain};
+use cluster::lease_rules::Place;
 use hostapi::{HostView, Preflight};
 
 /// While there is no FluxInstance: how long an answer counts that none is about to come.
@@ -48,6 +49,8 @@ struct LastInstance {
 pub struct Sources {
     client: Client,
     began: Instant,
+    /// This agent's place among the candidates for the planner's Lease.
+    pub place: watch::Sender<Place>,
     /// Objects that this agent watches.
     pub watched: watch::Receiver<WatchedObjects>,
     /// Makes its own writes known there.
@@ -86,6 +89,7 @@ impl Sources {
         Self {
             client: client.clone(),
             began: Instant::now(),
+            place: watch::Sender::default(),
             watched,
             own_writes,
             broker: broker_state::follow(ask_broker.clone()),
@@ -114,6 +118,8 @@ impl Sources {
         // What changes from here on begins the next round.
         let watched = self.watched.borrow_and_update().clone();
         drop(self.broker.borrow_and_update());
+        let rank = watched.own_spec().and_then(|spec| spec.rank);
+        self.place.send_if_modified(|known| std::mem::replace(&mut known.rank, rank) != rank);
         self.follow_instance(&watched);
         self.check_stall(&watched, reporter).await;
         let host = ops.observe_again(&self.last_host).await?;
