@@ -10,14 +10,14 @@ mod validate;
 use std::{
     io::{ErrorKind, Write},
     process::ExitCode,
-    sync::{Arc, atomic::AtomicU32},
 };
 
 use clap::{Parser, Subcommand};
 use futures::future::BoxFuture;
+use tokio::sync::watch;
 use tracing_subscriber::EnvFilter;
 
-use agent::ManualStep;
+use agent::{ManualStep, Place};
 use base::{error_chain, redact};
 
 /// Exit code for bad input, when nothing was changed yet. Every other failure is 1.
@@ -237,8 +237,8 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
 }
 
 /// What plans while an agent holds the Lease.
-fn plan(client: kube::Client, identity: String, agents: Arc<AtomicU32>) -> BoxFuture<'static, ()> {
-    Box::pin(planner::run(client, identity, agents))
+fn plan(client: kube::Client, identity: String, place: watch::Receiver<Place>) -> BoxFuture<'static, ()> {
+    Box::pin(planner::run(client, identity, place))
 }
 
 fn manual_step(step: ManualStep, arguments: agent::AgentArguments) -> Result<ExitCode, Failure> {

@@ -117,7 +117,7 @@ async fn membership_changes_arrive_until_the_broker_dies() {
     let directory = tempfile::tempdir().unwrap();
     let broker = StandIn::start(directory.path(), &["node0", "node1"]);
     let client = Client::connect(broker.socket()).await.unwrap();
-    let mut changes = watch(&client).unwrap();
+    let mut changes = watch(&client, true).unwrap();
     let first = [next(&mut changes).await.unwrap(), next(&mut changes).await.unwrap()];
     assert!(first.contains(&Change::State("run".to_owned())) && first.contains(&online("0-1")));
     broker.tell("groups.get", json!({"members": "0"}));
@@ -149,7 +149,7 @@ async fn running_lead(flux: &Path, base: &Path) -> (RealBroker, Client) {
     configure(flux, base, 4, "0-1");
     let lead = start(flux, base, 0);
     let client = connect(&lead).await;
-    until_it_runs(&mut watch(&client).unwrap()).await;
+    until_it_runs(&mut watch(&client, true).unwrap()).await;
     (lead, client)
 }
 
@@ -168,7 +168,7 @@ async fn a_real_flux_of_four_declared_ranks_starts_with_one_and_is_followed() {
     let lead = start(&flux, base.path(), 0);
     let client = connect(&lead).await;
     assert_eq!(client.peer_pid(), i32::try_from(lead.child.id()).ok());
-    let mut changes = watch(&client).unwrap();
+    let mut changes = watch(&client, true).unwrap();
     until_it_runs(&mut changes).await;
     let follower = start(&flux, base.path(), 1);
     while next(&mut changes).await.expect("the lead ended") != online("0-1") {}

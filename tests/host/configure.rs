@@ -9,7 +9,7 @@ use std::{
 
 use broker::command::CONNECT_HEADER;
 use hostapi::{ConfigureOrder, HostFile, StateDir};
-use stage::{claim, observe};
+use stage::{claim, observe, observe_again};
 
 use crate::support::*;
 
@@ -45,9 +45,34 @@ fn configured_files_have_their_owner_mode_and_content() {
     assert_eq!(fs::read_to_string(host.at("/proc/sys/fs/inotify/max_user_instances")).unwrap(), "8192");
     let view = observe(&host.root, &host.brokers).unwrap();
     assert_eq!(
-        (view.environments, view.roster, view.boot_id),
+        (view.environments, view.roster.map(|copy| copy.text().to_owned()), view.boot_id),
         (vec![DIGEST.into()], Some("{}".into()), "boot-1".into())
     );
+}
+
+/// Each round of each agent observes its host, and the roster of thousands of ranks has a megabyte.
+#[test]
+fn the_rosters_copy_is_left_out_until_its_file_is_another_one() {
+    need_root!();
+    let host = TestHost::new();
+    host.claim().unwrap();
+    host.environment(DIGEST, None);
+    host.configure(&configure_order()).unwrap();
+    let look = |known| {
+        let view = observe_again(&host.root, &host.brokers, known).unwrap();
+        (view.roster.map(|copy| copy.text().to_owned()), view.roster_version)
+    };
+    let (first, version) = look(None);
+    assert!(first.as_deref() == Some("{}") && version.is_some());
+    assert_eq!(look(version), (None, version));
+    // As many bytes, in another file of that name.
+    fs::write(host.below("etc/new"), "[]").unwrap();
+    fs::rename(host.below("etc/new"), host.below("etc/roster.json")).unwrap();
+    let (again, other) = look(version);
+    assert_eq!(again.as_deref(), Some("[]"));
+    assert_ne!(other, version);
+    fs::remove_file(host.below("etc/roster.json")).unwrap();
+    assert_eq!(look(other), (None, None));
 }
 
 /// Whoever was the brokers' user could write jobs of root's into the queue.

@@ -115,7 +115,7 @@ pub async fn lead(flux: &Path, base: &Path, size: u32, cores: &str) -> (RealBrok
 
 pub async fn until_online(client: &Client, ranks: &str) {
     let wanted = ranks.parse().unwrap();
-    let mut changes = watch(client).unwrap();
+    let mut changes = watch(client, true).unwrap();
     soon(async {
         while !instance(client).await.is_ok_and(|instance| instance.online == wanted) {
             changes.next().await.unwrap();

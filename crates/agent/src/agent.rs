@@ -61,8 +61,9 @@ impl Agent {
         let mut broker = self.sources.broker.clone();
         let pid = inputs.broker.pid;
         let is_gone = |now: &BrokerState| pid.is_some() && now.pid != pid;
+        let own_writes = &self.sources.own_writes;
         tokio::select! {
-            () = self.reporter.try_write(node, status) => {}
+            () = self.reporter.try_write(node, status, |written| own_writes.wrote(node, written)) => {}
             // A broker that dies must not wait for an API server that is away.
             Ok(_) = broker.wait_for(is_gone) => {}
         }

@@ -30,7 +30,7 @@ pub fn tree(rank: Option<u32>, job_shells: usize) -> HostView {
     let mut roster = roster(8, &[]);
     roster.settings.topology = "kary:2".to_owned();
     let state = HostState { instance_uid: roster.instance_uid.clone(), ..HostState::default() };
-    let roster = Some(serde_json::to_string(&roster).unwrap());
+    let roster = Some(serde_json::to_string(&roster).unwrap().into());
     HostView { broker, job_shells, roster, state: Some(state), ..HostView::default() }
 }
 
@@ -113,6 +113,7 @@ pub fn inputs() -> NodeInputs {
         newer_roster: None,
         roster_is_gone: false,
         published: vec!["digest".into()],
+        packages_unread: false,
         held_archives: Vec::new(),
         host: HostView {
             state: Some(HostState { instance_uid: "instance".into(), ..Default::default() }),

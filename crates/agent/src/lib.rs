@@ -38,6 +38,7 @@ use kube::{Client, Config};
 use api::{DAEMONSET, HEALTH_PORT};
 
 pub use background::health::{ProbeArguments, ProbeError, probe};
+pub use cluster::lease_rules::Place;
 pub use commands::{
     dump::{DumpArguments, dump},
     enter::{EnterError, StatusArguments, connect, shell, status},

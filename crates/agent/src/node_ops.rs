@@ -33,7 +33,7 @@ use host::{
 };
 use hostapi::{
     Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
-    PreflightOrder, RemoveOrder, StateDir, StopOrder, look,
+    PreflightOrder, RemoveOrder, StateDir, StopOrder, look, look_again,
 };
 use locks::estimate_bytes;
 use model::{broker_toml, conditions::CERTIFICATE_IS_GONE, tree::topology};
@@ -76,6 +76,14 @@ impl NodeOps {
     /// [`StepError::Host`].
     pub async fn observe(&self) -> Result<HostView, StepError> {
         Ok(look(&*self.host).await?)
+    }
+
+    /// Observes the host once more. `before`: what was observed last.
+    ///
+    /// # Errors
+    /// [`StepError::Host`].
+    pub async fn observe_again(&self, before: &HostView) -> Result<HostView, StepError> {
+        Ok(look_again(&*self.host, before).await?)
     }
 
     /// Checks whether this host can carry a broker, and has room for `set`.

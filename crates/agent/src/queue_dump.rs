@@ -1,7 +1,6 @@
 //! Dumps of the instance's queue on the lead's host.
 
-use api::Roster;
-use hostapi::{Answer, DumpOrder, Dumped, Host, HostError, HostView, Order};
+use hostapi::{Answer, DumpOrder, Dumped, Host, HostError, HostView, Order, RosterCopy};
 
 /// Why the queue was not dumped.
 #[derive(Debug, thiserror::Error)]
@@ -32,7 +31,7 @@ pub enum DumpError {
 /// The lead's broker does not run here, or the host's copy of the roster can't be read.
 pub fn order(view: &HostView) -> Result<DumpOrder, DumpError> {
     let (Some(broker), Some(state)) = (&view.broker, &view.state) else { return Err(DumpError::NoBroker) };
-    let copy = view.roster.as_deref().and_then(|text| Roster::parse(text).ok()).ok_or(DumpError::LocalRoster)?;
+    let copy = view.roster.as_ref().and_then(RosterCopy::roster).ok_or(DumpError::LocalRoster)?;
     if broker.record.rank != 0 {
         let lead = copy.lead().map_or("?", |lead| lead.node.as_str()).to_owned();
         return Err(DumpError::NotLead { rank: broker.record.rank, lead });
@@ -41,7 +40,7 @@ pub fn order(view: &HostView) -> Result<DumpOrder, DumpError> {
         prefix: state.prefix.clone(),
         digest: broker.record.digest.clone(),
         instance_id: broker.record.instance_id.clone(),
-        run_as: copy.settings.run_as,
+        run_as: copy.settings.run_as.clone(),
     })
 }
 

@@ -68,18 +68,24 @@ impl Reporter {
     }
 
     /// Writes the status if it differs from that of `node`, and an Event if the phase changed, or the message of a node that failed or
-    /// is being cleaned.
+    /// is being cleaned. `wrote` gets the FluxNode as it is after the write.
     ///
     /// # Errors
     /// The API call failed.
-    pub async fn write(&mut self, node: &FluxNode, next: &FluxNodeStatus) -> Result<(), ApiError> {
+    pub async fn write(
+        &mut self,
+        node: &FluxNode,
+        next: &FluxNodeStatus,
+        wrote: impl FnOnce(FluxNode),
+    ) -> Result<(), ApiError> {
         let before = node.status.clone().unwrap_or_default();
         if node.status.as_ref() == Some(next) {
             return Ok(());
         }
         let change = merge_patch(&json!(before), &json!(next));
         let (params, patch) = (patch_params(), Patch::Merge(json!({"status": change})));
-        call(format!("status of FluxNode {}", self.name), self.nodes.patch_status(&self.name, &params, &patch)).await?;
+        let written = self.nodes.patch_status(&self.name, &params, &patch);
+        wrote(call(format!("status of FluxNode {}", self.name), written).await?);
         let failed = next.phase == NodePhase::Failed;
         let waits = failed || next.phase == NodePhase::Removing;
         if before.phase != next.phase || (waits && next.message.is_some() && before.message != next.message) {
@@ -91,8 +97,8 @@ impl Reporter {
 
     /// [`Reporter::write`] for callers that go on without it. A refusal that repeating can't change (by a policy, a role, the schema of
     /// another version) is logged once, since the status can't show it; all other errors pass by themselves.
-    pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus) {
-        let Err(error) = self.write(node, next).await else {
+    pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) {
+        let Err(error) = self.write(node, next, wrote).await else {
             self.refused = None;
             return;
         };

@@ -2,7 +2,7 @@
 
 use std::{
     process::ExitCode,
-    sync::{Arc, atomic::AtomicU32},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -20,7 +20,7 @@ use super::{
     AgentArguments, AgentError,
     agent::Agent,
     background::{
-        Background, gate,
+        Background, agents, gate,
         health::{self, Health},
         serve::Serving,
     },
@@ -44,7 +44,7 @@ use super::{
 };
 use api::{FluxInstance, INSTANCE, NAMESPACE};
 use base::{chance::chance, error_chain};
-use cluster::lease;
+use cluster::{lease, lease_rules::Place};
 use host::NsHost;
 use hostapi::Host;
 use packages::tried_again;
@@ -55,8 +55,8 @@ const LIVE_CHANGE: Duration = Duration::from_mins(1);
 const LAST_CALL: Duration = Duration::from_secs(1);
 
 /// Plans for the whole cluster while this agent holds the Lease, as long as the future is polled. Gets a client, the pod's name, and
-/// the number of agents as this one knows it.
-pub type Plan = fn(Client, String, Arc<AtomicU32>) -> BoxFuture<'static, ()>;
+/// this agent's place among the candidates.
+pub type Plan = fn(Client, String, watch::Receiver<Place>) -> BoxFuture<'static, ()>;
 
 /// Runs the agent until SIGTERM, and `plan` beside it.
 ///
@@ -69,8 +69,9 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
     let client = client().await?;
     let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
-    let sources = Sources::begin(&client, &arguments.node_name, &arguments.daemonset);
-    let (watched, agents) = (sources.watched.clone(), sources.agents.clone());
+    let sources = Sources::begin(&client, &arguments.node_name);
+    let (watched, place) = (sources.watched.clone(), sources.place.subscribe());
+    tokio::spawn(agents::count(client.clone(), arguments.daemonset.clone(), sources.place.clone()));
     tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
     let serving = Serving::begin(arguments.host_ip).await;
     let mut agent = Agent {
@@ -82,7 +83,7 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
         termination_log: arguments.termination_log.clone(),
         live_change: Arc::default(),
     };
-    let planner = tokio::spawn(plan(client.clone(), arguments.pod_name.clone(), agents));
+    let planner = tokio::spawn(plan(client.clone(), arguments.pod_name.clone(), place));
     let live_change = agent.live_change.clone();
     tokio::select! {
         () = rounds(&mut agent) => {}
@@ -230,7 +231,7 @@ async fn report_unobserved(agent: &mut Agent, error: &StepError) -> Duration {
     let watched = agent.sources.watched.borrow().clone();
     if let Some(node) = watched.flux_node.here().filter(|_| !agent.sources.is_replaced(&watched)) {
         let status = unobserved(error_chain(error), node.status.as_ref());
-        agent.reporter.try_write(node, &status).await;
+        agent.reporter.try_write(node, &status, |written| agent.sources.own_writes.wrote(node, written)).await;
     }
     RESYNC
 }
@@ -266,7 +267,8 @@ async fn is_over(client: &Client, daemonset: &str, mut watched: watch::Receiver<
     let verdict = at_sigterm(
         evidence(namespace.ok(), &known.namespace),
         evidence(instance.ok(), &known.instance),
-        evidence(daemonset.ok(), &known.daemonset),
+        // It only says how long to wait for the other two, so it is not watched.
+        evidence(daemonset.ok(), &Presence::Unknown),
     );
     debug!(?verdict, "what SIGTERM means");
     match verdict {

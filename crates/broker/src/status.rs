@@ -319,18 +319,20 @@ pub async fn undrain(client: &Client, ranks: &IdSet) -> Result<(), RpcError> {
     client.rpc_within(LEAD_TIMEOUT, "resource.undrain", LEAD, request).await.map(drop)
 }
 
-/// All changes of state and membership, beginning with the present values; ends with the broker. Leaves out the
-/// membership while the lead does not answer.
+/// All changes of the broker's state, and `with_members` those of the membership, beginning with the present values; ends with
+/// the broker. Leaves out the membership while the lead does not answer. The lead sends each change of it to each broker that
+/// has asked.
 ///
 /// # Errors
 /// If the broker has closed the connection already.
-pub fn watch(client: &Client) -> Result<impl Stream<Item = Change> + Send + Unpin + '_, RpcError> {
+pub fn watch(client: &Client, with_members: bool) -> Result<impl Stream<Item = Change> + Send + Unpin + '_, RpcError> {
     // The monitor sends numbers for states, which differ between versions of Flux. So each message only triggers a
     // query of the name.
     let states = answers(client, "state-machine.monitor", ANY, json!({ "final": i32::MAX }))?;
     let states = states.filter_map(async |_| state(client).await.ok().map(|now| Change::State(now.state)));
-    let members = answers(client, "groups.get", LEAD, json!({ "name": "broker.online" }))?;
-    let members = members.filter_map(|answer| {
+    let ask_members = || answers(client, "groups.get", LEAD, json!({ "name": "broker.online" }));
+    let members = with_members.then(ask_members).transpose()?;
+    let members = stream::iter(members).flatten().filter_map(|answer| {
         future::ready(parse::<Members>("groups.get", answer).ok().map(|answer| Change::Online(answer.members)))
     });
     let changes = stream::select(Box::pin(states), Box::pin(members));

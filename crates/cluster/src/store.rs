@@ -43,6 +43,16 @@ pub async fn read(client: &Client, name: &str, key: &str) -> Result<Option<Docum
     })
 }
 
+/// The resourceVersion of ConfigMap `name`; None if there is none. Costs a few hundred bytes, while the ConfigMap may have a million.
+///
+/// # Errors
+/// If the call to the API server fails.
+pub async fn version(client: &Client, name: &str) -> Result<Option<String>, ApiError> {
+    let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
+    let found = call(format!("get metadata of ConfigMap {name}"), maps.get_metadata_opt(name)).await?;
+    Ok(found.and_then(|map| map.metadata.resource_version))
+}
+
 /// Keys that the planner does not write are neither unpacked nor kept: they could take the planner's memory, and fill the ConfigMap
 /// until nothing fits into it.
 fn document(map: ConfigMap, name: &str, key: &str) -> io::Result<Document> {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::LaunchRecord;
+use super::{FileVersion, LaunchRecord, RosterCopy};
 use crate::Machine;
 use api::{Dump, Resources, Takeover, Uninstall};
 
@@ -89,7 +89,9 @@ pub struct HostView {
     /// Description of a running broker whose instance is unknown: it may be a lead, and have jobs.
     pub unknown: Option<String>,
     /// `<prefix>/etc/roster.json`: the roster that this host was last configured with.
-    pub roster: Option<String>,
+    pub roster: Option<RosterCopy>,
+    /// The file that `roster` was read from.
+    pub roster_version: Option<FileVersion>,
     /// `<prefix>/etc/applied.json`: what the lead's broker has loaded, and which broker that was.
     pub applied: Option<String>,
     /// The dumps kept here, oldest first.

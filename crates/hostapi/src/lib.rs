@@ -9,6 +9,7 @@ mod fake;
 mod machine;
 mod order;
 mod progress;
+mod roster_copy;
 
 use std::time::Duration;
 
@@ -20,6 +21,7 @@ pub use fake::FakeHost;
 pub use machine::{Machine, first_label};
 pub use order::*;
 pub use progress::{Progress, Tally};
+pub use roster_copy::{FileVersion, RosterCopy};
 
 /// How often a stage says that it is alive: many times within an agent's patience with a silent one, which counts its own by
 /// these words.
@@ -104,6 +106,19 @@ impl HostError {
             _ => 1,
         }
     }
+}
+
+/// Observes the host. What `before` has of the roster's copy is not sent again.
+///
+/// # Errors
+/// If the stage refuses, or could not run.
+pub async fn look_again(host: &dyn Host, before: &HostView) -> Result<HostView, HostError> {
+    let Some(known) = before.roster_version.filter(|_| before.roster.is_some()) else { return look(host).await };
+    let mut view = host.run(Order::ObserveAgain { known }, &mut |_| {}).await?.observed()?;
+    if view.roster.is_none() && view.roster_version == Some(known) {
+        view.roster.clone_from(&before.roster);
+    }
+    Ok(view)
 }
 
 /// Observes the host.

@@ -13,7 +13,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, EpochId, Progress, Refusal};
+use super::{Answer, EpochId, FileVersion, Progress, Refusal};
 use api::{Takeover, Uninstall};
 
 /// One piece of work in the host's namespaces. Each can be killed at any instruction and given again.
@@ -21,6 +21,11 @@ use api::{Takeover, Uninstall};
 pub enum Order {
     /// Observe the host; changes nothing. → [`Answer::Observed`]
     Observe,
+    /// As [`Self::Observe`], but leaves the roster's copy out if the file still is the one that is known. → [`Answer::Observed`]
+    ObserveAgain {
+        /// [`HostView::roster_version`](super::HostView::roster_version) of the last answer that had the copy.
+        known: FileVersion,
+    },
     /// Check whether this host can run a broker, and where; changes nothing. → [`Answer::Preflight`]
     Preflight(PreflightOrder),
     /// Create the prefix and its `state.json`: from then on we must clean this host. → [`Answer::Done`]
@@ -56,7 +61,12 @@ impl Order {
         let seconds = match self {
             // The agent supervises a running broker and waits for a collection; one that is cut short continues the
             // next time.
-            Self::Observe | Self::Preflight(_) | Self::Claim(_) | Self::Configure(_) | Self::Collect(_) => 60,
+            Self::Observe
+            | Self::ObserveAgain { .. }
+            | Self::Preflight(_)
+            | Self::Claim(_)
+            | Self::Configure(_)
+            | Self::Collect(_) => 60,
             Self::Start(_) => 120,
             Self::Stop(order) => order.grace_secs.saturating_add(60),
             Self::Flux(order) => order.timeout_secs.saturating_add(60),

@@ -10,7 +10,7 @@ use std::{
 
 use futures::{Stream, StreamExt, stream::select_all};
 use k8s_openapi::{
-    api::core::v1::{Namespace, Node, Pod},
+    api::core::v1::{Namespace, Node, NodeStatus, Pod, PodSpec},
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
 use kube::{
@@ -21,8 +21,11 @@ use kube::{
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
-use api::{AGENT_SELECTOR, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
-use model::{agents::AgentPod, eligibility::NodeView};
+use api::{AGENT_SELECTOR, ANNOTATION_PROTECTS, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
+use model::{
+    agents::AgentPod,
+    eligibility::{NodeView, PROTECTING},
+};
 
 /// Longest text of a FluxNode's status that is copied, in bytes.
 const LONGEST_TEXT: usize = 8192;
@@ -44,7 +47,8 @@ impl Caches {
     /// planning may depend on.
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
-        let (nodes, node_changes) = watch(Api::<Node>::all(client.clone()), all());
+        let nodes = watcher(Api::<Node>::all(client.clone()), all()).default_backoff();
+        let (nodes, node_changes) = cached(nodes.modify(keep_of_node));
         let flux_nodes = watcher(Api::namespaced(client.clone(), NAMESPACE), all()).default_backoff();
         let (flux_nodes, flux_node_changes) = cached(flux_nodes.modify(keep_for_planning));
         let flux_node_changes = skip_irrelevant(flux_node_changes.inspect(warn_if_unreadable), planned_by);
@@ -52,7 +56,8 @@ impl Caches {
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
         let agents = all().labels(AGENT_SELECTOR);
-        let (pods, pod_changes) = watch(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents);
+        let pods = watcher(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents).default_backoff();
+        let (pods, pod_changes) = cached(pods.modify(keep_of_pod));
         let view = |node: &Node| Some(NodeView::from(node));
         let node_changes = skip_irrelevant(node_changes, view);
         let pod_changes = skip_irrelevant(pod_changes, AgentPod::of);
@@ -116,6 +121,31 @@ fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
     }
 }
 
+/// Drops what [`NodeView`] does not read and what makes a Node large, such as its list of images: the planner keeps one of each node.
+fn keep_of_node(node: &mut Node) {
+    node.metadata.managed_fields = None;
+    if let Some(annotations) = &mut node.metadata.annotations {
+        annotations.retain(|key, _| PROTECTING.contains(&key.as_str()) || key == ANNOTATION_PROTECTS);
+    }
+    let Some(status) = node.status.take() else { return };
+    let mut conditions = status.conditions;
+    conditions.iter_mut().for_each(|conditions| conditions.retain(|condition| condition.type_ == "Ready"));
+    let (addresses, allocatable, capacity, node_info) =
+        (status.addresses, status.allocatable, status.capacity, status.node_info);
+    let kept = NodeStatus { addresses, allocatable, capacity, conditions, node_info, ..NodeStatus::default() };
+    node.status = Some(kept);
+}
+
+/// As [`keep_of_node`], for [`AgentPod`].
+fn keep_of_pod(pod: &mut Pod) {
+    pod.metadata.managed_fields = None;
+    let node_name = pod.spec.take().and_then(|spec| spec.node_name);
+    pod.spec = Some(PodSpec { node_name, ..PodSpec::default() });
+    if let Some(status) = &mut pod.status {
+        (status.conditions, status.init_container_statuses) = (None, None);
+    }
+}
+
 /// A hash of all that planning may depend on; a copy of each FluxNode would double what they take of the memory. None: this
 /// version can't read it.
 fn planned_by(node: &DeserializeGuard<FluxNode>) -> Option<u64> {
@@ -130,7 +160,9 @@ fn planned_by(node: &DeserializeGuard<FluxNode>) -> Option<u64> {
 /// writes that long. The planner copies them into the FluxInstance's status and into the specs of other
 /// FluxNodes, which have to fit into etcd. Sets of ranks stay whole: a part of one says that jobs run nowhere else.
 fn keep_for_planning(node: &mut DeserializeGuard<FluxNode>) {
-    let Ok(FluxNode { status: Some(status), .. }) = &mut node.0 else { return };
+    let Ok(FluxNode { metadata, status, .. }) = &mut node.0 else { return };
+    metadata.managed_fields = None;
+    let Some(status) = status else { return };
     (status.account, status.jobs) = (None, None);
     let phase = if let NodePhase::Other(word) = &mut status.phase { Some(word) } else { None };
     let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
@@ -327,6 +359,46 @@ mod tests {
         ] {
             assert_eq!(is_relevant(&mut known, &event, planned_by), expected, "{event:?}");
         }
+    }
+
+    #[test]
+    fn what_is_kept_of_nodes_and_pods_says_all_that_planning_reads_and_is_small() {
+        let conditions: Vec<_> = ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"]
+            .map(|type_| json!({"type": type_, "status": "True", "message": "x".repeat(100)}))
+            .into();
+        let image =
+            json!({"names": ["registry.example.org/image@sha256:".to_owned() + &"0".repeat(64)], "sizeBytes": 1});
+        let info = json!({"architecture": "amd64", "bootID": "boot", "containerRuntimeVersion": "containerd://2", "kernelVersion": "6.12",
+            "kubeProxyVersion": "", "kubeletVersion": "v1.36.0", "machineID": "m", "operatingSystem": "linux", "osImage": "Debian",
+            "systemUUID": "s"});
+        let cpu = json!({"cpu": "3920m", "nvidia.com/gpu": "1"});
+        let annotations =
+            json!({PROTECTING[0]: "true", ANNOTATION_PROTECTS: "x", "example.org/state": "x".repeat(2000)});
+        let managers: Vec<_> =
+            (0..4).map(|n| json!({"manager": n.to_string(), "fieldsV1": {"f:a": "x".repeat(1000)}})).collect();
+        let mut node: Node = serde_json::from_value(json!({
+            "metadata": {"name": "node1", "uid": "u", "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z",
+                "labels": {"zone": "a"}, "annotations": annotations, "managedFields": managers},
+            "spec": {"taints": [{"key": "k", "effect": "NoSchedule"}], "unschedulable": true},
+            "status": {"addresses": [{"type": "InternalIP", "address": "10.0.0.1"}], "capacity": cpu, "allocatable": cpu,
+                "conditions": conditions, "images": vec![image; 50], "nodeInfo": info}}))
+        .unwrap();
+        let (whole, size) = (NodeView::from(&node), json!(node).to_string().len());
+        keep_of_node(&mut node);
+        assert_eq!(NodeView::from(&node), whole);
+        assert_eq!(node.metadata.resource_version.as_deref(), Some("1"), "a write names it");
+        let kept = json!(node).to_string().len();
+        assert!(size > 12_000 && kept < 1200, "{kept} of {size}");
+
+        let mut pod: Pod = serde_json::from_value(json!({
+            "metadata": {"name": "agent1", "managedFields": managers},
+            "spec": {"nodeName": "node1", "containers": [{"name": "agent", "image": "x".repeat(1000)}]},
+            "status": {"phase": "Running", "containerStatuses": [{"name": "agent", "image": "i", "imageID": "", "ready": false,
+                "restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}]}}))
+        .unwrap();
+        let whole = AgentPod::of(&pod);
+        keep_of_pod(&mut pod);
+        assert!(whole.as_ref().is_some_and(|pod| pod.down.is_some()) && AgentPod::of(&pod) == whole);
     }
 
     #[test]

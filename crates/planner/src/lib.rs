@@ -12,16 +12,15 @@ mod protect;
 mod publish;
 mod reconcile;
 
-use std::sync::{Arc, atomic::AtomicU32};
-
-use cluster::lease;
+use cluster::{lease, lease_rules::Place};
 use kube::Client;
+use tokio::sync::watch;
 use tracing::{info, warn};
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
-/// `agents`: the number of candidates, as this agent knows it; the more there are, the less often each looks.
-pub async fn run(client: Client, identity: String, agents: Arc<AtomicU32>) {
-    let mut lease = lease::Candidate::new(client.clone(), identity.clone(), agents);
+/// `place`: this agent's place among the candidates.
+pub async fn run(client: Client, identity: String, place: watch::Receiver<Place>) {
+    let mut lease = lease::Candidate::new(client.clone(), identity.clone(), place);
     loop {
         let predecessor_time = lease.acquire().await;
         let has_limits = lease.has_limits();

@@ -1,5 +1,14 @@
 //! Reads and writes the planner's objects: the roster, `broker.toml`, the packages and each FluxNode's spec.
 
+use std::{
+    future::ready,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use futures::{Stream, StreamExt, stream};
 use kube::{Api, Client, ResourceExt, api::Patch};
 use serde_json::json;
 use tracing::{debug, info};
@@ -78,11 +87,40 @@ pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), A
     store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await
 }
 
+/// How many FluxNodes are written at once: with a few milliseconds for each, those of 5,000 nodes take seconds, and the API server's queue for
+/// all ServiceAccounts together keeps room for the agents' reports.
+const AT_ONCE: usize = 16;
+
+/// Writes the FluxNodes' specs that have changed. Yields each FluxNode's name and the result, in any order. The first one is written before all
+/// others: it is the lead's. A FluxNode that can't be written keeps no other one back. But if the API server does not answer or is too
+/// busy, no further write begins; those under way are awaited, so that none of them can overtake one of a later round.
+pub fn write_nodes<'a>(
+    client: &'a Client,
+    projected: Vec<(&'a FluxNode, FluxNodeSpec)>,
+) -> impl Stream<Item = (String, Result<(), ApiError>)> + Send + 'a {
+    let mut projected = projected.into_iter();
+    let lead = projected.next();
+    let is_left_alone = Arc::new(AtomicBool::new(false));
+    let seen = is_left_alone.clone();
+    let write = move |(node, spec): (&'a FluxNode, FluxNodeSpec)| {
+        let is_left_alone = is_left_alone.clone();
+        async move {
+            let written = write_node(client, node, &spec).await;
+            if written.as_ref().is_err_and(|error| matches!(error.code(), None | Some(429))) {
+                is_left_alone.store(true, Ordering::Relaxed);
+            }
+            (node.name_any(), written)
+        }
+    };
+    let others = stream::iter(projected).take_while(move |_| ready(!seen.load(Ordering::Relaxed)));
+    stream::iter(lead).then(write.clone()).chain(others.map(write).buffer_unordered(AT_ONCE))
+}
+
 /// Writes a FluxNode's spec if it has changed.
 ///
 /// # Errors
 /// If the call to the API server fails. That the FluxNode is gone is no error.
-pub async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -> Result<(), ApiError> {
+async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -> Result<(), ApiError> {
     if node.spec == *spec {
         return Ok(());
     }
@@ -120,9 +158,86 @@ pub async fn forget_instance(client: &Client) -> Result<(), ApiError> {
 
 #[cfg(test)]
 mod tests {
+    use std::{collections::BTreeSet, sync::Mutex};
+
+    use http::{Request, Response};
+    use kube::client::Body;
     use model::fixture::roster;
 
     use super::*;
+
+    /// An API server that knows FluxNodes by their names, and what it was asked.
+    #[derive(Default)]
+    struct Asked {
+        names: Vec<String>,
+        under_way: usize,
+        most_at_once: usize,
+    }
+
+    /// Writes node0 to node99, of which the API server answers for node7 with this code, or never. Returns the names of those that could not
+    /// be written, and what it was asked.
+    async fn write_100(code: Option<u16>) -> (BTreeSet<String>, Arc<Mutex<Asked>>) {
+        let asked = Arc::<Mutex<Asked>>::default();
+        let server = asked.clone();
+        let serve = tower::service_fn(move |request: Request<Body>| {
+            let server = server.clone();
+            async move {
+                let name = request.uri().path().rsplit('/').next().unwrap().to_owned();
+                let count = |by: isize| {
+                    let mut server = server.lock().unwrap();
+                    server.under_way = server.under_way.wrapping_add_signed(by);
+                    server.most_at_once = server.most_at_once.max(server.under_way);
+                };
+                server.lock().unwrap().names.push(name.clone());
+                count(1);
+                tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+                if name == "node7" && code.is_none() {
+                    std::future::pending::<()>().await;
+                }
+                count(-1);
+                let refused = code.filter(|_| name == "node7");
+                let body = match refused {
+                    Some(code) => json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code,
+                                         "message": "no", "reason": "Forbidden"}),
+                    None => json!(FluxNode::new(&name, FluxNodeSpec::default())),
+                };
+                let response = Response::builder().status(refused.unwrap_or(200));
+                Ok::<_, std::io::Error>(response.body(Body::from(body.to_string().into_bytes())).unwrap())
+            }
+        });
+        let client = Client::new(serve, NAMESPACE);
+        let node = |number: u32| {
+            let node_name = format!("node{number}");
+            FluxNode::new(&node_name, FluxNodeSpec { node_name: node_name.clone(), ..FluxNodeSpec::default() })
+        };
+        let nodes: Vec<_> = (0..100).map(node).collect();
+        let projected = nodes.iter().map(|node| (node, FluxNodeSpec { revision: 1, ..node.spec.clone() })).collect();
+        let written: Vec<_> = write_nodes(&client, projected).collect().await;
+        let failed = written.into_iter().filter(|(_, result)| result.is_err()).map(|(name, _)| name).collect();
+        (failed, asked)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flux_node_that_can_not_be_written_keeps_no_other_one_back() {
+        for code in [422, 403, 500] {
+            let (failed, asked) = write_100(Some(code)).await;
+            let asked = asked.lock().unwrap();
+            assert_eq!(failed, BTreeSet::from(["node7".to_owned()]), "{code}");
+            assert_eq!((asked.names.len(), asked.most_at_once), (100, AT_ONCE), "{code}");
+            assert_eq!(asked.names[0], "node0", "the lead's is written first");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_further_flux_node_is_written_while_the_api_server_is_busy() {
+        let (failed, asked) = write_100(Some(429)).await;
+        assert_eq!(failed, BTreeSet::from(["node7".to_owned()]));
+        let names = &asked.lock().unwrap().names;
+        assert!(names.len() <= 2 * AT_ONCE, "{names:?}");
+        // One that is never answered holds nobody up.
+        let (failed, asked) = write_100(None).await;
+        assert_eq!((failed.len(), asked.lock().unwrap().names.len()), (1, 100));
+    }
 
     #[test]
     fn a_roster_that_could_not_be_read_again_is_not_written_and_names_who_reports_the_most() {

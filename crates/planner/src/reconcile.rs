@@ -130,7 +130,7 @@ struct Planner {
     protection: Protection,
     /// After a failed write of autoscaler annotations, when to try again.
     protect_again: Option<Instant>,
-    /// The FluxNodes that the API server refuses to change, by name: since when, and why.
+    /// The FluxNodes that could not be written, by name: since when, and why.
     refused: BTreeMap<String, (Instant, String)>,
 }
 
@@ -330,7 +330,7 @@ impl Planner {
     }
 
     /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes. A FluxNode that
-    /// the API server refuses to change, perhaps because its own agent has filled it, does not stop the others.
+    /// can't be written, perhaps because its own agent has filled it, stops neither the others nor the status, which names it.
     async fn publish(
         &mut self,
         seen: &Observed<'_>,
@@ -347,17 +347,18 @@ impl Planner {
         let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
         // The planner does not write the others any more.
         self.refused.retain(|name, _| names.contains(name));
-        for (flux_node, spec) in projected {
-            match publish::write_node(&self.client, flux_node, &spec).await {
-                Ok(()) => drop(self.refused.remove(&flux_node.name_any())),
-                Err(error) if error.is_about_the_object() => self.refuse(flux_node.name_any(), error_chain(&error)),
-                Err(error) => return Err(error),
+        let client = self.client.clone();
+        let mut written = pin!(publish::write_nodes(&client, projected));
+        while let Some((name, result)) = written.next().await {
+            match result {
+                Ok(()) => drop(self.refused.remove(&name)),
+                Err(error) => self.refuse(name, error_chain(&error)),
             }
         }
         self.collect(seen, planned, flux_nodes).await
     }
 
-    /// Remembers that the API server refuses to change FluxNode `name`, and why.
+    /// Remembers that FluxNode `name` could not be written, and why.
     fn refuse(&mut self, name: String, why: String) {
         match self.refused.entry(name) {
             Entry::Occupied(mut known) => known.get_mut().1 = why,

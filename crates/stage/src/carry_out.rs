@@ -13,7 +13,7 @@ use std::{
 use super::{
     claim, configure, dump, flux,
     launch::{self, BrokerView},
-    observe, preflight,
+    observe, observe_again, preflight,
     remove::{self, Brokers},
     runnable, takeover,
 };
@@ -126,6 +126,7 @@ pub fn carry_out(root: &Root, order: Order, progress: &mut dyn FnMut(Progress)) 
     let observed = || Ok(Answer::Observed(Box::new(observe(root, &brokers)?)));
     match order {
         Order::Observe => observed(),
+        Order::ObserveAgain { known } => Ok(Answer::Observed(Box::new(observe_again(root, &brokers, Some(known))?))),
         Order::Preflight(order) => preflight::preflight(root, &brokers, &order).map(Answer::Preflight),
         Order::Claim(order) => claim(root, &order).map(|()| Answer::Done),
         Order::Link(order) => {

@@ -27,6 +27,6 @@ pub use claim::claim;
 pub use configure::configure;
 pub use dump::dump;
 pub use flux::flux;
-pub use observe::observe;
+pub use observe::{observe, observe_again};
 pub use remove::{Brokers, remove};
 pub use takeover::takeover;

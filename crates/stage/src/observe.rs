@@ -1,9 +1,14 @@
-use std::{fs, path::Path};
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    os::unix::fs::MetadataExt,
+    path::Path,
+};
 
 use super::{launch::shutdown, remove::Brokers, runnable, takeover};
 use api::{BROKER_SOCKET_DIR, PREFIX_CANDIDATES};
 use host::{Root, dumps, facts, opening::path_of, state, statedir, trust};
-use hostapi::{HostView, Refusal, RunningBroker};
+use hostapi::{FileVersion, HostView, Refusal, RosterCopy, RunningBroker};
 
 /// Observes the host. It changes only the broker's record, if that was lost, the record of a shutdown, and the mode of a
 /// statedir that others can read. It needs no lock, because every file it reads was renamed into place.
@@ -11,6 +16,14 @@ use hostapi::{HostView, Refusal, RunningBroker};
 /// # Errors
 /// If `state.json` can't be read or trusted.
 pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> {
+    observe_again(root, brokers, None)
+}
+
+/// As [`observe`], but leaves the roster's copy out if its file still is `known`.
+///
+/// # Errors
+/// As for [`observe`].
+pub fn observe_again(root: &Root, brokers: &dyn Brokers, known: Option<FileVersion>) -> Result<HostView, Refusal> {
     let state = state::find(root)?;
     let prefix = state.as_ref().map(|state| state.prefix.clone());
     let broker = brokers.observe(prefix.as_deref());
@@ -21,9 +34,12 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         statedir::keep_private(prefix)?;
     }
     let read = |name: &str| below.as_ref().and_then(|prefix| fs::read_to_string(prefix.join(name)).ok());
+    let copy = below.as_ref().and_then(|prefix| copy(&prefix.join("etc/roster.json"), known).ok());
+    let (roster_version, roster) = copy.unzip();
     Ok(HostView {
         environments: below.as_deref().map(environments).unwrap_or_default(),
-        roster: read("etc/roster.json"),
+        roster: roster.flatten(),
+        roster_version,
         applied: read("etc/applied.json"),
         dumps: below.as_deref().map(dumps::dumps).unwrap_or_default(),
         takeover: below.as_deref().and_then(takeover::read),
@@ -41,6 +57,23 @@ pub fn observe(root: &Root, brokers: &dyn Brokers) -> Result<HostView, Refusal> 
         static_cpus: facts::has_static_cpus(root),
         job_shells: broker.job_shells,
     })
+}
+
+/// The roster's copy at `path` and which file that is; without its text if it is `known`.
+fn copy(path: &Path, known: Option<FileVersion>) -> io::Result<(FileVersion, Option<RosterCopy>)> {
+    let mut file = File::open(path)?;
+    let found = file.metadata()?;
+    let version = FileVersion {
+        inode: (found.dev(), found.ino()),
+        changed: (found.ctime(), found.ctime_nsec()),
+        length: found.len(),
+    };
+    if known == Some(version) {
+        return Ok((version, None));
+    }
+    let mut text = String::new();
+    file.read_to_string(&mut text)?;
+    Ok((version, Some(text.into())))
 }
 
 /// Digests of the environments that are ready, except those whose Flux has not been tried on this host.

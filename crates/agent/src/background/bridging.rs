@@ -93,7 +93,7 @@ impl Bridging {
         }
         // Without pods through Flux, deploy/pods.yaml need not be there, nor the right to delete one.
         // An agent that started after the end knows only the host's copy of the roster.
-        let roster = inputs.roster.as_deref().or(inputs.local_roster.as_ref());
+        let roster = inputs.roster.as_deref().or(inputs.local_roster.as_deref());
         let had_pods = inputs.spec.pods.enabled || roster.is_some_and(|roster| roster.settings.pods);
         let is_over = had_pods && inputs.instance == Instance::Over && inputs.host.broker.is_none();
         let was_over = std::mem::replace(&mut self.removes_placeholder, is_over);

@@ -1,5 +1,6 @@
 //! What goes on beside the agent's rounds. Nothing waits for it.
 
+pub(super) mod agents;
 mod bridging;
 pub(super) mod dump;
 pub(super) mod gate;

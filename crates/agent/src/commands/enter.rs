@@ -139,7 +139,7 @@ pub async fn status(arguments: StatusArguments) -> Result<ExitCode, EnterError> 
         None => None,
     };
     let roster = host.as_ref().and_then(host_roster);
-    let summary = Summary::of(&status, queues, roster.as_ref());
+    let summary = Summary::of(&status, queues, roster.as_deref());
     let text = match arguments.output {
         OutputFormat::Text => summary.text(),
         OutputFormat::Json => {

@@ -152,7 +152,7 @@ pub async fn manual_step(step: ManualStep, arguments: AgentArguments) -> Result<
             let node = call(format!("get FluxNode {name}"), nodes.get(name)).await?;
             let mut status = node.status.clone().unwrap_or_default();
             status.facts = Some(facts(&preflight));
-            reporter.write(&node, &status).await?;
+            reporter.write(&node, &status, drop).await?;
             say("reported");
         }
     }

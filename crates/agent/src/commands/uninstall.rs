@@ -1,6 +1,6 @@
 //! The command `uninstall`: removes everything from a host by hand. It needs no API server, so it works after the cluster is gone.
 
-use std::{io::Write, path::Path, process::ExitCode};
+use std::{io::Write, path::Path, process::ExitCode, sync::Arc};
 
 use futures::{FutureExt, future::select_all};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -176,7 +176,7 @@ fn measure(view: &HostView, instance: &InstanceStatus) -> Option<Measure> {
 struct Barrier<'a> {
     measure: Measure,
     prefix: &'a Path,
-    roster: Roster,
+    roster: Arc<Roster>,
 }
 
 impl<'a> Barrier<'a> {

@@ -48,7 +48,7 @@ pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
     let step = next_step(inputs, memory);
     let retry = if step.is_rest() {
         let is_on_its_way = inputs.host.broker.is_some() && !inputs.is_online();
-        Some(if is_on_its_way || inputs.published.is_empty() { SOON } else { RESYNC })
+        Some(if is_on_its_way || inputs.packages_unread { SOON } else { RESYNC })
     } else {
         memory.pause(&step, inputs.generation, inputs.at).map(|pause| pause.min(RESYNC))
     };

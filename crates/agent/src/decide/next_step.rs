@@ -273,7 +273,7 @@ fn superseded(broker: &RunningBroker, spec: &FluxNodeSpec, roster: &Roster) -> O
 /// While the API server is away, the agent starts a broker that has died again as it was. A new agent knows only from the host's
 /// files how that was.
 fn restart_without_api(inputs: &NodeInputs) -> Step {
-    let roster = inputs.roster.as_deref().or(inputs.local_roster.as_ref());
+    let roster = inputs.roster.as_deref().or(inputs.local_roster.as_deref());
     let last = roster.and_then(|roster| match inputs.own_spec() {
         Some(spec) => agreed(spec, roster),
         None if inputs.agent_age > ALONE => held_by(roster, &inputs.node),

@@ -245,7 +245,7 @@ fn another_machine_has_the_name_if_a_broker_is_reported_for_a_node_this_host_nev
                 gone.member.as_mut().unwrap().uid = "old".to_owned();
                 copy.ranks.insert(0, gone);
             }
-            world.host.roster = serde_json::to_string(&copy).ok();
+            world.host.roster = serde_json::to_string(&copy).ok().map(Into::into);
         }
         let told = FluxNodeStatus { adopted: reported, ..FluxNodeStatus::default() };
         assert_eq!(
@@ -441,7 +441,7 @@ fn a_fluxnode_that_claims_another_nodes_rank_has_no_effect() {
 fn a_lead_whose_broker_is_down_is_still_the_lead() {
     let world = World::new();
     let text = serde_json::to_string(world.roster.as_ref().unwrap()).unwrap();
-    let host = HostView { roster: Some(text), ..HostView::default() };
+    let host = HostView { roster: Some(text.into()), ..HostView::default() };
     let of = |node: &str| FluxNodeSpec { node_name: node.into(), ..world.spec.clone().unwrap() };
     assert!(leads(&host, Some(&of("node1"))));
     assert!(!leads(&host, Some(&of("node2"))));
@@ -535,7 +535,7 @@ fn shut_down() -> World {
     (spec.rank, spec.node_name, spec.node_uid) = (Some(0), "node2".into(), Some("uid-node2".into()));
     let roster = world.roster.as_mut().unwrap();
     roster.ranks.get_mut(&0).unwrap().member = roster.ranks[&1].member.clone();
-    world.host.roster = serde_json::to_string(&world.roster).ok();
+    world.host.roster = serde_json::to_string(&world.roster).ok().map(Into::into);
     world.host.shut_down = Some(EpochId { instance_id: "id".to_owned(), epoch: 1 });
     world.host.died = Some("the last line".into());
     world
@@ -574,7 +574,7 @@ fn a_lead_that_an_administrator_has_shut_down_stays_down_until_the_next_epoch() 
                 let roster = world.roster.as_mut().unwrap();
                 roster.epoch = 2;
                 world.spec.as_mut().unwrap().epoch = 2;
-                world.host.roster = serde_json::to_string(roster).ok();
+                world.host.roster = serde_json::to_string(roster).ok().map(Into::into);
             },
             false,
         ),
@@ -595,7 +595,7 @@ fn an_agent_without_api_starts_a_dead_broker_from_the_hosts_files() {
     let mut world = World::new();
     world.instance = "";
     world.host.died = Some("killed".into());
-    world.host.roster = serde_json::to_string(&world.roster).ok();
+    world.host.roster = serde_json::to_string(&world.roster).ok().map(Into::into);
     (world.spec, world.roster, world.preflight) = (None, None, None);
     assert_eq!(world.decide(), Step::Hold, "the API may answer yet");
     world.alone = true;

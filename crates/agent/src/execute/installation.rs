@@ -7,7 +7,7 @@ use tokio::{
     task::JoinSet,
     time::{Instant, Interval, MissedTickBehavior, interval_at},
 };
-use tracing::info;
+use tracing::{debug, info};
 
 use super::{
     Outcome,
@@ -20,6 +20,7 @@ use crate::{
     inputs::node_inputs::NodeInputs,
     step::Step,
 };
+use base::error_chain;
 use hostapi::Progress;
 use packages::{LINE_EVERY, Meter, Reading, quarters};
 
@@ -94,6 +95,10 @@ pub async fn install_package_set(
     step: &Step,
     digest: &str,
 ) -> Result<Outcome, StepError> {
+    // The same set may have another source by now. An API server that is away keeps nothing from being installed.
+    if let Err(error) = agent.sources.published.read_packages(&agent.ops.client).await {
+        debug!(error = error_chain(&error), "can't read the package sets again");
+    }
     let set = agent.sources.published.packages(digest)?;
     agent.background.stop_mending().await;
     // Once more, now that it is known how much room the packages need.

@@ -28,7 +28,7 @@ use crate::{
 };
 use api::{Rank, Roster};
 use base::chance::chance;
-use cluster::{ApiError, published::read_roster};
+use cluster::ApiError;
 use hostapi::Preflight;
 use model::tree::parent;
 
@@ -75,7 +75,7 @@ async fn make_ready(
     // They lack what the agent has learned since they were written.
     let is_same = |held: &Assignment| (held.rank, held.epoch) == (decided.rank, decided.epoch);
     let is_of_attempt =
-        |copy: &&Roster| inputs.roster.as_ref().is_none_or(|known| known.instance_id == copy.instance_id);
+        |copy: &&Arc<Roster>| inputs.roster.as_ref().is_none_or(|known| known.instance_id == copy.instance_id);
     let copy = inputs.local_roster.as_ref().filter(|_| inputs.host.died.is_some()).filter(is_of_attempt);
     let Some(copy) = copy.filter(|copy| held_by(copy, &inputs.node).as_ref().is_some_and(is_same)) else {
         return configure_from_api(agent, inputs, preflight, decided, Duration::MAX).await;
@@ -98,7 +98,7 @@ async fn make_ready(
             }
             WithoutApi::UseLocalFiles => {
                 warn!("the API server does not answer: starting the broker with the files of its last start");
-                let roster = Arc::new(copy.clone());
+                let roster = Arc::clone(copy);
                 return Ok(Startable { assignment: decided.clone(), revision: copy.revision, roster });
             }
         }
@@ -148,12 +148,8 @@ async fn read_from_api(
     preflight: &Preflight,
     decided: &Assignment,
 ) -> Result<(Assignment, Arc<Roster>, Content), StepError> {
-    let client = &agent.ops.client;
-    let roster = async { read_roster(client).await.map(|read| read.map(|(roster, _)| Arc::new(roster))) };
+    let roster = agent.sources.published.read_roster(&agent.ops.client);
     let (flux_node, roster) = futures::try_join!(agent.reporter.of(&inputs.node), roster)?;
-    if roster.is_some() {
-        agent.sources.published.roster.clone_from(&roster);
-    }
     let fresh = FreshLook { flux_node, roster };
     let assignment = confirm(inputs, &agent.memory, decided, fresh)?;
     let roster = agent.sources.published.roster()?;

@@ -4,11 +4,12 @@ use std::{
     convert::Infallible,
     io::{ErrorKind, Write},
     path::Path,
+    pin::pin,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use futures::StreamExt;
+use futures::{Stream, StreamExt};
 use tokio::{
     sync::{Notify, broadcast, watch},
     time::{interval, sleep, sleep_until},
@@ -37,6 +38,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 pub const ASK_EVERY: Duration = Duration::from_secs(2);
 /// Each node asks the lead whether it counts this broker as online, so this is rare.
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
+/// When thousands of brokers come up, the lead's agent reports who is online at most this often.
+const LONGEST_GATHER: Duration = Duration::from_secs(5);
 /// The event that the lead publishes to all every two seconds (flux-heartbeat(5)): its absence shows without a request.
 const HEARTBEAT: &str = "heartbeat.pulse";
 /// A lead silent for this long is gone, or cut off from this node.
@@ -51,7 +54,7 @@ pub struct BrokerState {
     pub version: String,
     /// `join`, `quorum`, `run`, …
     pub state: String,
-    /// Ranks that the lead counts as online.
+    /// Lead only: ranks that it counts as online.
     pub online: IdSet,
     /// Lead only: allocated and drained ranks; None if not known.
     pub instance: Option<InstanceStatus>,
@@ -133,7 +136,8 @@ pub async fn connect() -> Result<Client, RpcError> {
 }
 
 /// Follows whichever broker runs on this host, until the receiver is dropped. On the lead, each change of the online ranks is one
-/// line in the pod's log, in the broker's own form: the broker itself logs them only until it has its quorum. A notification of
+/// line in the pod's log, in the broker's own form: the broker itself logs them only until it has its quorum. On a big instance a
+/// burst of changes is one, and only the lead is asked for them at all: each would begin a round on every node. A notification of
 /// `ask` makes it ask the broker at once.
 pub fn follow(ask: Arc<Notify>) -> watch::Receiver<BrokerState> {
     let (sender, receiver) = watch::channel(BrokerState::default());
@@ -249,26 +253,48 @@ async fn follow_broker(client: &Client, sender: &watch::Sender<BrokerState>, ask
         *current = BrokerState { pid, version, ..BrokerState::default() };
         current.enter(now);
     });
-    let mut changes = changes(client)?;
-    let follow_events = async {
-        while let Some(change) = changes.next().await {
-            match change {
-                Change::State(state) => sender.send_modify(|current| current.enter(state)),
-                Change::Online(online) => {
-                    if rank == "0" {
-                        let named = online.0.iter().filter_map(|rank| names.get(usize::try_from(*rank).ok()?));
-                        let _ = writeln!(std::io::stdout(), "{}", online_line(&hostlist::encode(named), &online));
-                    }
-                    sender.send_modify(|current| current.online = online);
-                }
-            }
+    let is_lead = rank == "0";
+    let follow_events = gathered(changes(client, is_lead)?, |change| match change {
+        Change::State(state) => sender.send_modify(|current| current.enter(state)),
+        Change::Online(online) => {
+            let named = online.0.iter().filter_map(|rank| names.get(usize::try_from(*rank).ok()?));
+            let _ = writeln!(std::io::stdout(), "{}", online_line(&hostlist::encode(named), &online));
+            sender.send_modify(|current| current.online = online);
         }
-    };
+    });
     // Side by side: a slow answer must not hold up the events that the broker sends.
     tokio::select! {
         () = follow_events => Ok(()),
-        never = poll(client, rank == "0", sender, ask) => match never {},
+        never = poll(client, is_lead, sender, ask) => match never {},
     }
+}
+
+/// Passes `changes` on until they end. A change of the online ranks is passed on at once if none was for a while, else
+/// the last one of a burst.
+async fn gathered(changes: impl Stream<Item = Change>, mut pass_on: impl FnMut(Change)) {
+    let mut changes = pin!(changes);
+    let (mut newest, mut due) = (None, tokio::time::Instant::now());
+    loop {
+        tokio::select! {
+            change = changes.next() => match change {
+                None => return,
+                Some(Change::Online(online)) => newest = Some(online),
+                Some(state) => pass_on(state),
+            },
+            () = sleep_until(due), if newest.is_some() => {
+                if let Some(online) = newest.take() {
+                    due = tokio::time::Instant::now() + gather(online.len());
+                    pass_on(Change::Online(online));
+                }
+            }
+        }
+    }
+}
+
+/// How long further changes of `ranks` online ranks are gathered: the lead's agent reports each that it learns of, and the report
+/// names ranks.
+fn gather(ranks: usize) -> Duration {
+    Duration::from_millis(ranks as u64).min(LONGEST_GATHER)
 }
 
 /// Asks the broker at intervals, and whenever `ask` is notified.
@@ -323,7 +349,35 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
 
 #[cfg(test)]
 mod tests {
+    use futures::stream;
+
     use super::*;
+
+    /// Five thousand brokers come up within half a minute, and four within a tenth of a second.
+    #[tokio::test(start_paused = true)]
+    async fn a_burst_of_brokers_is_reported_few_times_and_its_end_always() {
+        for (brokers, apart, most) in [(5000_u32, 6, 60), (4, 25, 4)] {
+            let online = |count| Change::Online((0..count).collect());
+            let burst = stream::iter(1..=brokers).then(|count| async move {
+                sleep(Duration::from_millis(apart)).await;
+                online(count)
+            });
+            // The broker lives on.
+            let changes = burst.chain(stream::once(sleep(Duration::from_mins(1))).filter_map(async |()| None));
+            let mut reported = Vec::new();
+            gathered(changes, |change| reported.push(change)).await;
+            assert!((2..=most).contains(&reported.len()), "{brokers}: {}", reported.len());
+            assert_eq!((&reported[0], reported.last()), (&online(1), Some(&online(brokers))), "{brokers}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_change_of_the_brokers_own_state_waits_for_nothing() {
+        let mut passed = Vec::new();
+        let changes = ["quorum", "run"].map(|state| Change::State(state.to_owned()));
+        gathered(stream::iter(changes.clone()), |change| passed.push(change)).await;
+        assert_eq!(passed, changes);
+    }
 
     #[test]
     fn a_lead_is_missed_after_ten_seconds_or_three_periods_without_a_heartbeat() {

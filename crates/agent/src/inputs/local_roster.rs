@@ -1,13 +1,15 @@
 //! This host's own copy of the roster: the one that its broker was configured by last.
 
+use std::sync::Arc;
+
 use api::{FluxNodeSpec, FluxNodeStatus, Roster};
 use hostapi::{HostView, RunningBroker};
 
 /// The roster that this host was configured by last; None if it belongs to another instance than the one that claimed the host.
-pub fn host_roster(host: &HostView) -> Option<Roster> {
-    let roster = Roster::parse(host.roster.as_deref()?).ok()?;
+pub fn host_roster(host: &HostView) -> Option<Arc<Roster>> {
+    let roster = host.roster.as_ref()?.roster()?;
     let ours = host.state.as_ref().is_some_and(|state| state.instance_uid == roster.instance_uid);
-    ours.then_some(roster)
+    ours.then(|| Arc::clone(roster))
 }
 
 /// True if this host runs rank 0, or no broker while its copy of the roster gives it rank 0.
@@ -15,8 +17,8 @@ pub fn leads(host: &HostView, spec: Option<&FluxNodeSpec>) -> bool {
     if let Some(broker) = &host.broker {
         return broker.record.rank == 0;
     }
-    let (Some(spec), Some(text)) = (spec, &host.roster) else { return false };
-    Roster::parse(text).is_ok_and(|copy| {
+    let (Some(spec), Some(copy)) = (spec, &host.roster) else { return false };
+    copy.roster().is_some_and(|copy| {
         let lead = copy.lead();
         spec.instance_uid.as_deref() == Some(&copy.instance_uid) && lead.is_some_and(|lead| lead.node == spec.node_name)
     })
@@ -30,7 +32,7 @@ pub fn names_another_machine(host: &HostView, spec: &FluxNodeSpec, status: Optio
     // The newcomer's copy may hold both machines: the planner keeps the other one's rank for a while.
     let is_known_otherwise = || {
         let copy = host_roster(host);
-        let members = copy.iter().flat_map(Roster::members);
+        let members = copy.iter().flat_map(|copy| copy.members());
         let uids: Vec<_> = members.filter(|member| member.node == spec.node_name).map(|member| &member.uid).collect();
         !uids.is_empty() && !uids.contains(&&adopted.node_uid)
     };

@@ -65,14 +65,16 @@ pub struct NodeInputs {
     pub newer_roster: Option<String>,
     /// The API server has no roster any more.
     pub roster_is_gone: bool,
-    /// Digests of the published package sets, first of the one that the spec asks for. Empty if they were not read yet.
+    /// Digests of the published package sets, first of the one that the spec asks for. Empty if there is none, or they were not read yet.
     pub published: Vec<String>,
+    /// This agent could not read yet which package sets are published.
+    pub packages_unread: bool,
     /// Digests of the published package sets whose archives are on this host.
     pub held_archives: Vec<String>,
     /// The host.
     pub host: HostView,
     /// The roster that this host was configured by last, if it belongs to the instance that claimed the host.
-    pub local_roster: Option<Roster>,
+    pub local_roster: Option<Arc<Roster>>,
     /// What preflight found, once it has passed.
     pub preflight: Option<Preflight>,
     /// Lead only: the roster's revision that the running broker has loaded.

@@ -15,29 +15,34 @@ use super::{
     watched_objects::WatchedObjects,
 };
 use crate::{error::StepError, node_ops::own_certificate};
-use api::{CONDITION_RESTART_PENDING, FluxNodeSpec, PackageSet, Rank, Roster, Want};
-use base::error_chain;
-use cluster::{self, ApiError, certificate, published::read_packages};
+use api::{CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, FluxNodeSpec, PackageSet, Rank, Roster, Want};
+use base::{chance::jittered, error_chain};
+use cluster::{self, ApiError, certificate, published::read_packages, store};
 use hostapi::HostView;
 
 /// Pause before a roster of a newer version is read again: all agents of an unfinished upgrade do so.
 const NEWER_AGAIN: Duration = Duration::from_secs(20);
+/// Pause before the package sets are read again while one is not published that this node needs. Once the planner wants something of
+/// this node that needs them, our FluxNode names them.
+const UNPUBLISHED_AGAIN: Duration = Duration::from_mins(1);
 
 /// What this agent has read of it.
 #[derive(Default)]
 pub struct PublishedState {
     /// The roster, at least as new as our FluxNode's spec.
     pub roster: Option<Arc<Roster>>,
+    /// metadata.resourceVersion of the ConfigMap that `roster` was read from.
+    roster_version: Option<String>,
     /// Why this version can't read the published roster, and when it was read.
     newer: Option<(Instant, String)>,
     /// Lead only: the API server has no roster any more.
     pub roster_is_gone: bool,
     /// The package sets by digest: the one that the spec asks for, then that of the running epoch if it is another one.
     packages: Vec<(String, PackageSet)>,
-    /// Message of condition RestartPending when the package sets were read.
-    pending: String,
-    /// metadata.generation that the planner had followed when they were read: the same set may have another source by now.
-    followed: i64,
+    /// metadata.resourceVersion of the ConfigMap that they were read from, or of an earlier one.
+    packages_version: Option<String>,
+    /// What they were read for, and when to read them again if they lack something.
+    packages_read: Option<(PackagesWanted, Instant)>,
     /// Since when the planner has reported that the certificate is gone.
     missing_since: Option<Instant>,
 }
@@ -55,34 +60,33 @@ impl PublishedState {
         watched: &WatchedObjects,
         view: &HostView,
     ) -> Result<(), StepError> {
-        let is_lead = leads(view, Some(spec));
         if self.newer.as_ref().is_some_and(|(read, _)| read.elapsed() < NEWER_AGAIN) {
             return Ok(());
         }
+        let is_lead = leads(view, Some(spec));
         if is_lead || self.newer.is_some() || may_be_outdated(self.roster.as_deref(), spec, view) {
-            let found = match read_roster(client).await {
+            match self.read_roster(client).await {
                 Err(error @ ApiError::NewerRoster(_)) => {
                     self.newer = Some((Instant::now(), error_chain(&error)));
                     return Ok(());
                 }
-                read => read?,
-            };
+                read => self.roster_is_gone = read?.is_none(),
+            }
             self.newer = None;
-            self.roster_is_gone = found.is_none();
-            self.roster = found.map(Arc::new).or_else(|| self.roster.take());
         }
         // Package sets that were read for another roster, or another instance, do not count.
-        let wanted = self.roster.as_ref().map(|roster| roster.settings.digest.as_str());
-        let known = |digest: &str| self.packages.iter().any(|(known, _)| known == digest);
-        let pending = watched.instance_status().and_then(|status| status.holding(CONDITION_RESTART_PENDING));
-        let pending = pending.map_or("", |pending| pending.message.as_str());
-        let missing = wanted.is_some_and(|wanted| !known(wanted) && !view.has_environment(wanted));
-        let followed = watched.followed_generation();
-        let is_old = self.pending != pending || self.followed != followed;
-        if self.packages.is_empty() || missing || spec.want != Want::Run || is_old {
-            self.packages = read_packages(client).await?.into_iter().map(|set| (set.digest(), set)).collect();
-            pending.clone_into(&mut self.pending);
-            self.followed = followed;
+        let digest = self.roster.as_ref().map(|roster| roster.settings.digest.clone());
+        let is_there = |digest: &String| self.has_set(digest) || view.has_environment(digest);
+        let lacks = self.packages.is_empty() || digest.as_ref().is_some_and(|digest| !is_there(digest));
+        let wanted = PackagesWanted {
+            by_planner: watched.packages_followed(),
+            want: spec.want.clone(),
+            source: spec.fetch_from.as_ref().map(|source| source.digest.clone()),
+            digest,
+        };
+        if must_read_packages(self.packages_read.as_ref(), &wanted, lacks, Instant::now()) {
+            self.read_packages(client).await?;
+            self.packages_read = Some((wanted, Instant::now() + jittered(UNPUBLISHED_AGAIN)));
         }
         // Also if no broker runs: it may be waiting for the certificate.
         let rank = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).map(|own| own.rank);
@@ -95,6 +99,46 @@ impl PublishedState {
         }
     }
 
+    /// The roster as it is published now; None if there is none, and then the one that was read before stays. The API server is asked for
+    /// the whole of it only if it has changed.
+    ///
+    /// # Errors
+    /// The API call failed, or this version can't read the roster.
+    pub async fn read_roster(&mut self, client: &Client) -> Result<Option<Arc<Roster>>, ApiError> {
+        if let (Some(roster), Some(known)) = (&self.roster, &self.roster_version)
+            && store::version(client, CONFIGMAP_ROSTER).await?.as_ref() == Some(known)
+        {
+            return Ok(Some(Arc::clone(roster)));
+        }
+        let Some((roster, document)) = cluster::published::read_roster(client).await? else {
+            self.roster_version = None;
+            return Ok(None);
+        };
+        let roster = Arc::new(roster);
+        (self.roster, self.roster_version) = (Some(Arc::clone(&roster)), document.version);
+        Ok(Some(roster))
+    }
+
+    /// Reads the package sets, if they have changed. The same set may have another source by now.
+    ///
+    /// # Errors
+    /// The API call failed, or this version can't read them; what was read before stays.
+    pub async fn read_packages(&mut self, client: &Client) -> Result<(), ApiError> {
+        // Asked for before: what is written meanwhile is read once more.
+        let version = store::version(client, CONFIGMAP_PACKAGES).await?;
+        if version.is_some() && version == self.packages_version {
+            return Ok(());
+        }
+        let sets = if version.is_some() { read_packages(client).await? } else { Vec::new() };
+        self.packages = sets.into_iter().map(|set| (set.digest(), set)).collect();
+        self.packages_version = version;
+        Ok(())
+    }
+
+    fn has_set(&self, digest: &str) -> bool {
+        self.packages.iter().any(|(known, _)| known == digest)
+    }
+
     /// Why this version can't read the published roster.
     pub fn newer_roster(&self) -> Option<&str> {
         self.newer.as_ref().map(|(_, reason)| reason.as_str())
@@ -103,6 +147,11 @@ impl PublishedState {
     /// All published package sets, by digest.
     pub fn sets(&self) -> &[(String, PackageSet)] {
         &self.packages
+    }
+
+    /// They could not be read yet.
+    pub fn sets_unread(&self) -> bool {
+        self.packages_read.is_none()
     }
 
     /// The package set `digest`.
@@ -139,6 +188,29 @@ impl PublishedState {
     }
 }
 
+/// What FluxNode, FluxInstance and roster say about the package sets. They are read again if it changes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct PackagesWanted {
+    /// As [`WatchedObjects::packages_followed`].
+    by_planner: (i64, Option<String>),
+    want: Want,
+    /// Digest of the set that our FluxNode names a source for.
+    source: Option<String>,
+    /// Digest of the roster's set.
+    digest: Option<String>,
+}
+
+/// Decides whether to read the package sets. `read`: what they were read for last, and when to read them again if they lack something;
+/// `lacks`: they lack something that this node may need.
+fn must_read_packages(
+    read: Option<&(PackagesWanted, Instant)>,
+    wanted: &PackagesWanted,
+    lacks: bool,
+    now: Instant,
+) -> bool {
+    read.is_none_or(|(wanted_then, again)| wanted_then != wanted || (lacks && *again <= now))
+}
+
 /// True if the roster that this agent has read may lack something that concerns this node.
 fn may_be_outdated(roster: Option<&Roster>, spec: &FluxNodeSpec, view: &HostView) -> bool {
     let is_current = |roster: &Roster| roster.epoch == spec.epoch && roster.revision >= spec.revision;
@@ -169,8 +241,13 @@ pub async fn read_roster(client: &Client) -> Result<Option<Roster>, ApiError> {
 
 #[cfg(test)]
 mod tests {
-    use api::Closing;
+    use std::sync::Mutex;
+
+    use api::{BundleSource, CONFIGMAP_PACKAGES_KEY, CONFIGMAP_ROSTER_KEY, Closing, NAMESPACE};
+    use http::{Request, Response};
+    use kube::client::Body;
     use model::fixture::roster;
+    use serde_json::json;
 
     use super::*;
     use crate::fixture::broker;
@@ -191,6 +268,87 @@ mod tests {
             assert_eq!(may_be_outdated(Some(&roster), &spec(revision), view), outdated, "{what}");
         }
         assert!(may_be_outdated(None, &spec(1), &running), "it has read no roster yet");
+    }
+
+    #[test]
+    fn package_sets_are_read_again_for_what_is_named_and_seldom_while_one_is_lacking() {
+        let now = Instant::now();
+        let wanted = PackagesWanted { source: Some("a".to_owned()), want: Want::Install, ..PackagesWanted::default() };
+        let (soon, past) = (now + Duration::from_secs(1), now);
+        for (what, read, lacks, expected) in [
+            ("never read", None, false, true),
+            ("read", Some((wanted.clone(), past)), false, false),
+            ("one is lacking", Some((wanted.clone(), soon)), true, false),
+            ("one is lacking for long", Some((wanted.clone(), past)), true, true),
+            (
+                "our FluxNode named another one",
+                Some((PackagesWanted { source: None, ..wanted.clone() }, soon)),
+                false,
+                true,
+            ),
+            (
+                "the planner followed another spec",
+                Some((PackagesWanted { by_planner: (1, None), ..wanted.clone() }, soon)),
+                false,
+                true,
+            ),
+            (
+                "another set is the epoch's",
+                Some((PackagesWanted { digest: Some("b".to_owned()), ..wanted.clone() }, soon)),
+                false,
+                true,
+            ),
+        ] {
+            assert_eq!(must_read_packages(read.as_ref(), &wanted, lacks, now), expected, "{what}");
+        }
+    }
+
+    /// An API server that serves these objects, in this order of versions, and keeps for which path it was asked: with `metadata `
+    /// before it, for the metadata alone.
+    fn serving(objects: Vec<(&'static str, u32, String)>, asked: Arc<Mutex<Vec<String>>>) -> Client {
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let accepted = request.headers().get(http::header::ACCEPT).and_then(|accepted| accepted.to_str().ok());
+            let name = request.uri().path().rsplit('/').next().unwrap().to_owned();
+            let is_partial = accepted.is_some_and(|accepted| accepted.contains("PartialObjectMetadata"));
+            let mut asked = asked.lock().unwrap();
+            asked.push(format!("{}{name}", if is_partial { "metadata " } else { "" }));
+            let (_, version, text) = objects.iter().find(|(map, ..)| *map == name).unwrap();
+            let metadata = json!({"name": name, "resourceVersion": version.to_string()});
+            let key = if name == CONFIGMAP_ROSTER { CONFIGMAP_ROSTER_KEY } else { CONFIGMAP_PACKAGES_KEY };
+            let mut map = json!({"metadata": metadata, "data": {key: text}});
+            if is_partial {
+                map.as_object_mut().unwrap().remove("data");
+            }
+            async move { Response::builder().body(Body::from(map.to_string().into_bytes())) }
+        });
+        Client::new(service, NAMESPACE)
+    }
+
+    #[tokio::test]
+    async fn what_has_not_changed_is_read_once() {
+        let asked = Arc::<Mutex<Vec<String>>>::default();
+        let bundle = |url: &str| {
+            let set = PackageSet::Bundle(BundleSource { url: url.to_owned(), sha256: "0".repeat(64) });
+            serde_json::to_string(&set).unwrap()
+        };
+        let text = |revision| serde_json::to_string(&Roster { revision, ..roster(2, &[("node1", 2)]) }).unwrap();
+        let objects = |version: u32| {
+            let url = format!("file:///srv/{version}");
+            vec![(CONFIGMAP_ROSTER, version, text(version.into())), (CONFIGMAP_PACKAGES, version, bundle(&url))]
+        };
+        let mut published = PublishedState::default();
+        let mut read = async |version, expected: &[&str]| {
+            let client = serving(objects(version), asked.clone());
+            let roster = published.read_roster(&client).await.unwrap().unwrap();
+            assert_eq!(roster.revision, u64::from(version));
+            published.read_packages(&client).await.unwrap();
+            let [(_, PackageSet::Bundle(bundle))] = published.sets() else { panic!("not one bundle") };
+            assert_eq!(bundle.url, format!("file:///srv/{version}"));
+            assert_eq!(std::mem::take(&mut *asked.lock().unwrap()), expected);
+        };
+        read(1, &["flux-roster", "metadata flux-packages", "flux-packages"]).await;
+        read(1, &["metadata flux-roster", "metadata flux-packages"]).await;
+        read(2, &["metadata flux-roster", "flux-roster", "metadata flux-packages", "flux-packages"]).await;
     }
 
     #[test]

@@ -2,11 +2,8 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-    time::{Instant, UNIX_EPOCH},
+    sync::Arc,
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 
 use kube::{Api, Client, ResourceExt};
@@ -23,12 +20,16 @@ use super::{
     published::PublishedState,
     refusal::RefusalCache,
     stall_detector::StallDetector,
-    watched_objects::{Presence, WatchedObjects, watch_objects},
+    watched_objects::{OwnWrites, Presence, WatchedObjects, watch_objects},
 };
 use crate::{error::StepError, node_ops::NodeOps, reporter::Reporter};
 use api::{ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE};
-use base::error_chain;
+use base::{chance::jittered, error_chain};
+use cluster::lease_rules::Place;
 use hostapi::{HostView, Preflight};
+
+/// While there is no FluxInstance: how long an answer counts that none is about to come.
+const NONE_AGAIN: Duration = Duration::from_mins(1);
 
 /// Follows the broker's log below one prefix, until it is dropped.
 struct LogTask {
@@ -48,10 +49,12 @@ struct LastInstance {
 pub struct Sources {
     client: Client,
     began: Instant,
-    /// How many agents there are, each of them a candidate for the planner's Lease.
-    pub agents: Arc<AtomicU32>,
+    /// This agent's place among the candidates for the planner's Lease.
+    pub place: watch::Sender<Place>,
     /// Objects that this agent watches.
     pub watched: watch::Receiver<WatchedObjects>,
+    /// Makes its own writes known there.
+    pub own_writes: OwnWrites,
     /// What the broker says over its socket.
     pub broker: watch::Receiver<BrokerState>,
     /// Makes the task behind `broker` ask at once.
@@ -74,17 +77,21 @@ pub struct Sources {
     /// The host in the last round.
     last_host: HostView,
     refusal: RefusalCache,
+    /// Until then, no first FluxInstance is expected.
+    none_to_come_until: Option<Instant>,
 }
 
 impl Sources {
-    /// Begins to watch what concerns node `node_name`. `daemonset`: the DaemonSet that this agent's pod belongs to.
-    pub fn begin(client: &Client, node_name: &str, daemonset: &str) -> Self {
+    /// Begins to watch what concerns node `node_name`.
+    pub fn begin(client: &Client, node_name: &str) -> Self {
         let ask_broker = Arc::<Notify>::default();
+        let (own_writes, watched) = watch_objects(client, node_name);
         Self {
             client: client.clone(),
             began: Instant::now(),
-            agents: Arc::default(),
-            watched: watch_objects(client, node_name, daemonset),
+            place: watch::Sender::default(),
+            watched,
+            own_writes,
             broker: broker_state::follow(ask_broker.clone()),
             ask_broker,
             rejected: watch::channel(Rejected::new()).0,
@@ -98,6 +105,7 @@ impl Sources {
             preflight: None,
             last_host: HostView::default(),
             refusal: RefusalCache::default(),
+            none_to_come_until: None,
         }
     }
 
@@ -110,14 +118,16 @@ impl Sources {
         // What changes from here on begins the next round.
         let watched = self.watched.borrow_and_update().clone();
         drop(self.broker.borrow_and_update());
-        self.agents.store(watched.agents(), Ordering::Relaxed);
+        let rank = watched.own_spec().and_then(|spec| spec.rank);
+        self.place.send_if_modified(|known| std::mem::replace(&mut known.rank, rank) != rank);
         self.follow_instance(&watched);
         self.check_stall(&watched, reporter).await;
-        let host = ops.observe().await?;
+        let host = ops.observe_again(&self.last_host).await?;
         self.follow_host(&host);
         self.look_for_another_machine(&watched, &host);
         self.follow_log(&host);
-        if watched.instance.here().is_some() && !watched.is_over() {
+        let is_here = watched.instance.here().is_some() && !watched.is_over();
+        if is_here {
             self.read_published(&watched, reporter, &host).await;
         }
         let local_roster = host_roster(&host);
@@ -144,6 +154,7 @@ impl Sources {
             roster: self.published.roster.clone(),
             newer_roster: self.published.newer_roster().map(str::to_owned),
             roster_is_gone: self.published.roster_is_gone,
+            packages_unread: is_here && self.published.sets_unread(),
             published: self.published.sets().iter().map(|(digest, _)| digest.clone()).collect(),
             held_archives: Vec::new(),
             applied: Applied::of(&host),
@@ -301,12 +312,17 @@ impl Sources {
     }
 
     /// ConfigMap flux-default is about to become the first FluxInstance, so something will be wanted soon.
-    async fn first_instance_is_about_to_come(&self) -> bool {
+    async fn first_instance_is_about_to_come(&mut self) -> bool {
+        if self.none_to_come_until.is_some_and(|until| Instant::now() < until) {
+            return false;
+        }
         let maps = Api::<k8s_openapi::api::core::v1::ConfigMap>::namespaced(self.client.clone(), NAMESPACE);
         let map = cluster::call("get ConfigMap flux-default", maps.get_opt(CONFIGMAP_DEFAULT)).await;
-        match map {
+        let is_to_come = match map {
             Ok(map) => map.is_some_and(|map| !map.annotations().contains_key(ANNOTATION_CONSUMED)),
             Err(_) => true,
-        }
+        };
+        self.none_to_come_until = (!is_to_come).then(|| Instant::now() + jittered(NONE_AGAIN));
+        is_to_come
     }
 }

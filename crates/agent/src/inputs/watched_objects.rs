@@ -1,10 +1,11 @@
-//! The objects that the agent watches from its start: its FluxNode, the FluxInstance, its DaemonSet and its Namespace. At a
-//! teardown the agent's rights are gone within half a second, while open watches still deliver.
+//! The objects that the agent watches from its start: its FluxNode, the FluxInstance and its Namespace. At a teardown the agent's
+//! rights are gone within half a second, while open watches still deliver. The DaemonSet is none of them: its end proves nothing, and
+//! its status changes with each pod that becomes ready, which every agent would be sent.
 
 use std::{fmt::Debug, pin::pin, time::Duration};
 
 use futures::{Stream, StreamExt};
-use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Namespace};
+use k8s_openapi::api::core::v1::Namespace;
 use kube::{
     Api, Client, Resource, ResourceExt,
     runtime::{WatchStreamExt, watcher},
@@ -65,8 +66,6 @@ pub struct WatchedObjects {
     pub instance: Presence<FluxInstance>,
     /// Our FluxNode.
     pub flux_node: Presence<FluxNode>,
-    /// Our DaemonSet.
-    pub daemonset: Presence<DaemonSet>,
     /// Our Namespace.
     pub namespace: Presence<Namespace>,
     /// uid and spec.uninstall of the FluxInstance as they were last seen: people may change spec.uninstall right before they
@@ -75,17 +74,24 @@ pub struct WatchedObjects {
 }
 
 impl WatchedObjects {
-    /// How many agents there are, members or not: as many as our DaemonSet has pods. 0 until that is known.
-    pub fn agents(&self) -> u32 {
-        let status = self.daemonset.here().and_then(|daemonset| daemonset.status.as_ref());
-        status.and_then(|status| u32::try_from(status.desired_number_scheduled).ok()).unwrap_or(0)
-    }
-
     fn set<K: Watched>(&mut self, presence: Presence<K>) {
         *K::place(self) = presence;
         let uninstall =
             self.instance.here().and_then(|instance| Some((instance.uid()?, instance.spec.uninstall.clone())));
         self.uninstall = uninstall.or(self.uninstall.take());
+    }
+
+    /// Takes in `after`, the API server's answer to a write of this agent to its FluxNode, which was `before`. The watch's event about that
+    /// write then is no news. Returns true if somebody else has changed more than the status meanwhile. If the watch has delivered
+    /// another state since, that may be the newer one, and the event is still to come.
+    fn wrote(&mut self, before: &FluxNode, after: FluxNode) -> bool {
+        let known = self.flux_node.here();
+        if known.and_then(ResourceExt::resource_version) != before.resource_version() {
+            return false;
+        }
+        let is_news = has_other_metadata(&after, before) || after.spec != before.spec;
+        self.set(Presence::Here(Box::new(after)));
+        is_news
     }
 
     /// There is positive evidence that the FluxInstance is over.
@@ -111,6 +117,13 @@ impl WatchedObjects {
     /// metadata.generation of the spec that the planner acted on last.
     pub fn followed_generation(&self) -> i64 {
         self.instance_status().map_or(0, |status| status.observed_generation)
+    }
+
+    /// What the planner says about the next epoch's packages: [`Self::followed_generation`], and the reason of condition RestartPending.
+    /// Its message names the jobs that the restart waits for.
+    pub fn packages_followed(&self) -> (i64, Option<String>) {
+        let pending = self.instance_status().and_then(|status| status.holding(CONDITION_RESTART_PENDING));
+        (self.followed_generation(), pending.map(|pending| pending.reason.clone()))
     }
 
     /// The planner reports that Secret `flux-curve` is gone.
@@ -167,7 +180,8 @@ impl Watched for FluxInstance {
     fn is_news(&self, before: &Self) -> bool {
         let followed = |instance: &Self| {
             let status = instance.status.as_ref()?;
-            let condition = |type_| status.holding(type_).map(|condition| condition.message.clone());
+            // Not the messages: that of a restart which waits for jobs changes with each job.
+            let condition = |type_| status.holding(type_).map(|condition| condition.reason.clone());
             let conditions = [CONDITION_CERTIFICATE_MISSING, CONDITION_RESTART_PENDING].map(condition);
             Some((status.observed_generation, status.instance_id.clone(), conditions))
         };
@@ -184,16 +198,6 @@ impl Watched for FluxNode {
         // Its status too: a report may have been computed before the watch delivered the one before it. The account in it is the lead's.
         let ours = |node: &Self| node.status.clone().map(|status| FluxNodeStatus { account: None, ..status });
         has_other_metadata(self, before) || self.spec != before.spec || ours(self) != ours(before)
-    }
-}
-
-impl Watched for DaemonSet {
-    fn place(watched: &mut WatchedObjects) -> &mut Presence<Self> {
-        &mut watched.daemonset
-    }
-
-    fn is_news(&self, before: &Self) -> bool {
-        has_other_metadata(self, before)
     }
 }
 
@@ -217,20 +221,27 @@ fn has_other_metadata<K: Resource>(object: &K, before: &K) -> bool {
     acted_on(object) != acted_on(before)
 }
 
-/// Watches until the receiver is dropped. `daemonset`: the DaemonSet that this agent's pod belongs to. The receiver always
-/// has the latest state, and is notified of what [may change what the agent does](Watched::is_news), and when a watch
+/// Watches until the receiver is dropped. The receiver always has the latest state, and is notified of what [may change what the agent does](Watched::is_news), and when a watch
 /// goes on after an interruption: then the API server answers again.
-pub fn watch_objects(client: &Client, node_name: &str, daemonset: &str) -> watch::Receiver<WatchedObjects> {
+pub fn watch_objects(client: &Client, node_name: &str) -> (OwnWrites, watch::Receiver<WatchedObjects>) {
     let (sender, receiver) = watch::channel(WatchedObjects::default());
     let namespaces = Api::<Namespace>::all(client.clone());
     let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
     let nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
-    let daemonsets = Api::<DaemonSet>::namespaced(client.clone(), NAMESPACE);
     tokio::spawn(follow(instances, INSTANCE.to_owned(), sender.clone()));
     tokio::spawn(follow(nodes, node_name.to_owned(), sender.clone()));
-    tokio::spawn(follow(daemonsets, daemonset.to_owned(), sender.clone()));
-    tokio::spawn(follow(namespaces, NAMESPACE.to_owned(), sender));
-    receiver
+    tokio::spawn(follow(namespaces, NAMESPACE.to_owned(), sender.clone()));
+    (OwnWrites(sender), receiver)
+}
+
+/// Where an agent's own writes become known before the watch delivers them.
+pub struct OwnWrites(watch::Sender<WatchedObjects>);
+
+impl OwnWrites {
+    /// This agent's FluxNode was `before`, and is `after` by a write of this agent.
+    pub fn wrote(&self, before: &FluxNode, after: FluxNode) {
+        self.0.send_if_modified(|watched| watched.wrote(before, after));
+    }
 }
 
 async fn follow<K: Watched>(api: Api<K>, name: String, sender: watch::Sender<WatchedObjects>) {
@@ -386,46 +397,68 @@ mod tests {
         following.abort();
     }
 
-    fn daemonset(ready: i32, annotation: &str) -> DaemonSet {
-        let status = json!({"currentNumberScheduled": 9, "desiredNumberScheduled": 9, "numberMisscheduled": 0,
-                            "numberReady": ready});
-        let metadata = json!({"name": "install-flux", "uid": "1", "annotations": {"a": annotation},
-                              "resourceVersion": ready.to_string()});
-        serde_json::from_value(json!({"metadata": metadata, "status": status})).unwrap()
+    fn instance(online: u32, annotation: &str) -> FluxInstance {
+        let metadata = json!({"name": INSTANCE, "uid": "1", "annotations": {"a": annotation},
+                              "resourceVersion": online.to_string()});
+        serde_json::from_value(json!({"metadata": metadata, "spec": {}, "status": {"online": online}})).unwrap()
     }
 
     #[tokio::test]
     async fn only_news_and_the_end_of_an_interruption_begin_a_round() {
         use watcher::Event::{Apply, Init, InitApply, InitDone};
-        let all = |ready| vec![Ok(Init), Ok(InitApply(daemonset(ready, "x"))), Ok(InitDone)];
+        let all = |online| vec![Ok(Init), Ok(InitApply(instance(online, "x"))), Ok(InitDone)];
         let interrupted = || Err(watcher::Error::NoResourceVersion);
         for (what, events, begins) in [
-            ("a count of ready pods", vec![Ok(Apply(daemonset(2, "x")))], false),
-            ("another annotation", vec![Ok(Apply(daemonset(2, "y")))], true),
-            ("the watch goes on", vec![interrupted(), Ok(Apply(daemonset(2, "x")))], true),
+            ("a count of online members", vec![Ok(Apply(instance(2, "x")))], false),
+            ("another annotation", vec![Ok(Apply(instance(2, "y")))], true),
+            ("the watch goes on", vec![interrupted(), Ok(Apply(instance(2, "x")))], true),
             ("a watch that can't go on begins anew", iter::once(interrupted()).chain(all(2)).collect(), true),
         ] {
             let (sender, mut watched) = watch::channel(WatchedObjects::default());
-            let api = Api::<DaemonSet>::namespaced(client(Vec::new(), Arc::default()), NAMESPACE);
-            take_in(stream::iter(all(1)), &api, "install-flux", &sender).await;
+            let api = Api::<FluxInstance>::namespaced(client(Vec::new(), Arc::default()), NAMESPACE);
+            take_in(stream::iter(all(1)), &api, INSTANCE, &sender).await;
             watched.mark_unchanged();
-            take_in(stream::iter(events), &api, "install-flux", &sender).await;
+            take_in(stream::iter(events), &api, INSTANCE, &sender).await;
             assert_eq!(watched.has_changed().unwrap(), begins, "{what}");
-            let known = &watched.borrow_and_update().daemonset;
-            let ready = known.here().and_then(|found| Some(found.status.as_ref()?.number_ready));
-            assert_eq!(ready, Some(2), "{what}: what begins no round is known in the next one");
+            let online = watched.borrow_and_update().instance_status().map(|status| status.online);
+            assert_eq!(online, Some(2), "{what}: what begins no round is known in the next one");
+        }
+    }
+
+    #[test]
+    fn an_agents_own_write_begins_no_round_unless_somebody_else_has_written_too() {
+        let node = |version: u32, rank: u32, phase: &str| -> FluxNode {
+            let metadata = json!({"name": "node1", "uid": "1", "resourceVersion": version.to_string()});
+            let (spec, status) = (json!({"nodeName": "node1", "rank": rank}), json!({"phase": phase}));
+            serde_json::from_value(json!({"metadata": metadata, "spec": spec, "status": status})).unwrap()
+        };
+        let before = node(1, 1, "Starting");
+        for (what, known, after, begins, version) in [
+            ("its status", &before, node(2, 1, "Online"), false, "2"),
+            ("the planner has written in between", &before, node(3, 2, "Online"), true, "3"),
+            ("the watch is ahead", &node(4, 2, "Starting"), node(3, 1, "Online"), false, "4"),
+        ] {
+            let (sender, mut receiver) = watch::channel(WatchedObjects::default());
+            sender.send_modify(|watched| watched.set(Presence::Here(Box::new(known.clone()))));
+            receiver.mark_unchanged();
+            let own_writes = OwnWrites(sender);
+            own_writes.wrote(&before, after);
+            assert_eq!(receiver.has_changed().unwrap(), begins, "{what}");
+            let known = receiver.borrow_and_update().flux_node.here().and_then(ResourceExt::resource_version);
+            assert_eq!(known.as_deref(), Some(version), "{what}");
         }
     }
 
     #[test]
     fn what_all_agents_write_together_is_no_news() {
-        assert!(!daemonset(8, "x").is_news(&daemonset(7, "x")));
-        assert!(daemonset(8, "y").is_news(&daemonset(8, "x")));
+        assert!(!instance(8, "x").is_news(&instance(7, "x")));
+        assert!(instance(8, "y").is_news(&instance(8, "x")));
 
         let instance = |online: u32, followed: i64, pending: Option<&str>, spec: serde_json::Value| -> FluxInstance {
             let conditions: Vec<_> = pending
-                .map(|message| {
-                    json!({"type": CONDITION_RESTART_PENDING, "status": "True", "reason": "Waits", "message": message,
+                .map(|reason| {
+                    json!({"type": CONDITION_RESTART_PENDING, "status": "True", "reason": reason,
+                           "message": format!("packages; waits for {online} jobs"),
                            "lastTransitionTime": "2026-01-01T00:00:00Z"})
                 })
                 .into_iter()
@@ -438,7 +471,10 @@ mod tests {
         let before = instance(7, 1, None, json!({}));
         assert!(!instance(8, 1, None, json!({})).is_news(&before));
         assert!(instance(7, 2, None, json!({})).is_news(&before));
-        assert!(instance(7, 1, Some("packages"), json!({})).is_news(&before));
+        let pending = instance(7, 1, Some("Waits"), json!({}));
+        assert!(pending.is_news(&before));
+        assert!(!instance(8, 1, Some("Waits"), json!({})).is_news(&pending), "a job that it waits for has ended");
+        assert!(instance(7, 1, Some("Begins"), json!({})).is_news(&pending));
         assert!(instance(7, 1, None, json!({"size": 8})).is_news(&before));
 
         let node = |rank: u32, phase: &str| -> FluxNode {

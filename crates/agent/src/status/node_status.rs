@@ -77,7 +77,7 @@ pub fn node_status(
     });
     let newest = || host.environments.last().cloned();
     let no_drains = BTreeMap::new();
-    let copy = host.roster.clone().filter(|_| inputs.roster_is_gone && leads(host, inputs.own_spec()));
+    let copy = host.roster.as_ref().filter(|_| inputs.roster_is_gone && leads(host, inputs.own_spec()));
     let wanted_drains = inputs.own_spec().map_or(&no_drains, |spec| &spec.drain);
     let holds = if inputs.published.is_empty() { before.cached_package_sets } else { inputs.held_archives.clone() };
     Some(FluxNodeStatus {
@@ -128,7 +128,7 @@ pub fn node_status(
         applied_revision: is_lead.then(|| Applied::of(host)).flatten().map(|applied| applied.revision),
         torpid: instance.map(|instance| instance.torpid.clone()).unwrap_or_default(),
         offline: if is_lead { offline(inputs) } else { Vec::new() },
-        roster: copy.map(packed::to_field),
+        roster: copy.map(|copy| packed::to_field(copy.text().to_owned())),
         dump: newest_dump(inputs).cloned(),
         takeover: takeover(inputs).cloned(),
         restart_pending: restart_pending(inputs),

@@ -80,7 +80,12 @@ fn cpus(root: &Root) -> BTreeMap<u32, Cpu> {
             let file = |name: &str| read(root, &format!("{dir}/cpu{cpu}/topology/{name}"));
             let id = |name: &str| file(name)?.parse().ok();
             let siblings = file("core_cpus_list").or_else(|| file("thread_siblings_list"));
-            (cpu, Cpu { cpu, siblings, package: id("physical_package_id"), die: id("die_id"), core: id("core_id") })
+            if siblings.is_some() {
+                // They outweigh the ids, and a host may have hundreds of CPUs.
+                return (cpu, Cpu { cpu, siblings, ..Cpu::default() });
+            }
+            let (package, die, core) = (id("physical_package_id"), id("die_id"), id("core_id"));
+            (cpu, Cpu { cpu, siblings, package, die, core })
         })
         .collect()
 }

@@ -17,9 +17,13 @@ pub struct PciDevice {
 
 impl PciDevice {
     fn is_gpu(&self) -> bool {
-        let display = matches!(self.class >> 8, 0x0300 | 0x0302 | 0x0380);
-        display && self.vendor == NVIDIA && self.driver.as_deref() == Some("nvidia")
+        is_display(self.class) && self.vendor == NVIDIA && self.driver.as_deref() == Some("nvidia")
     }
+}
+
+/// VGA compatible controller, 3D controller, other display controller (PCI class codes).
+fn is_display(class: u32) -> bool {
+    matches!(class >> 8, 0x0300 | 0x0302 | 0x0380)
 }
 
 /// Counts NVIDIA GPUs among the PCI devices, and AMD GPUs by the `gpu_id`s of their compute driver's nodes (0 is a
@@ -37,9 +41,11 @@ pub(super) fn gpus(root: &Root) -> u32 {
             let dir = format!("/sys/bus/pci/devices/{name}");
             let hex =
                 |file| u32::from_str_radix(read(root, &format!("{dir}/{file}"))?.trim_start_matches("0x"), 16).ok();
+            // A host may have hundreds of devices, of which a few are displays.
+            let class = hex("class").filter(|class| is_display(*class))?;
             let driver = fs::read_link(root.path(format!("{dir}/driver"))).ok();
             Some(PciDevice {
-                class: hex("class")?,
+                class,
                 vendor: hex("vendor")?,
                 driver: driver.and_then(|link| Some(link.file_name()?.to_str()?.to_owned())),
             })

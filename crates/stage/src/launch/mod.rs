@@ -196,13 +196,13 @@ impl HostPlaces {
         }
     }
 
-    /// The broker's process. Under systemd it is the unit's main process, which after a manual restart is another one
-    /// than the record's. If systemd does not answer this time, the recorded process counts.
+    /// The broker's process. Under systemd it is the unit's main process, which after a manual restart is another one than the
+    /// record's. systemd starts that once the recorded one has ended, so it is asked only then: each round of an agent looks here.
     fn process(&self, record: &RunRecord) -> Option<Identity> {
-        let recorded = || record.process.clone().filter(Identity::lives);
+        let recorded = record.process.clone().filter(Identity::lives);
         match (&self.systemd, record.systemd) {
-            (Some(systemd), true) => systemd.process().unwrap_or_else(|_| recorded()),
-            _ => recorded(),
+            (Some(systemd), true) if recorded.is_none() => systemd.process().ok().flatten(),
+            _ => recorded,
         }
     }
 

@@ -162,7 +162,15 @@ pub fn parse_show(text: &str) -> UnitState {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use hostapi::LaunchRecord;
+
     use super::*;
+    use crate::launch::{
+        HostPlaces,
+        record::{RunRecord, make_run_dir},
+    };
 
     #[test]
     fn systemctl_show_is_parsed_in_any_order_and_with_missing_fields() {
@@ -173,6 +181,39 @@ mod tests {
             ("", "", 0),
         ] {
             assert_eq!(parse_show(text), UnitState { active: active.to_owned(), main_pid });
+        }
+    }
+
+    /// Each round of an agent observes its broker.
+    #[test]
+    fn systemd_is_asked_for_the_broker_only_once_the_recorded_process_has_ended() {
+        let directory = tempfile::tempdir().unwrap();
+        let (asked, systemctl) = (directory.path().join("asked"), directory.path().join("systemctl"));
+        let own = Identity::own().unwrap();
+        let script = format!("#!/bin/sh\ntouch {}\necho MainPID={}\n", asked.display(), own.pid);
+        fs::write(&systemctl, script).unwrap();
+        fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
+        let places = HostPlaces {
+            run_dir: directory.path().join("run"),
+            systemd: Some(Systemd { systemctl, unit_dir: directory.path().to_owned() }),
+            ..HostPlaces::of_host()
+        };
+        make_run_dir(&places.run_dir).unwrap();
+        let ended = Identity { start_time: own.start_time + 1, ..own.clone() };
+        for (process, expected) in [(Some(own.clone()), false), (Some(ended), true), (None, true)] {
+            let record = RunRecord {
+                process,
+                boot_id: own.boot_id.clone(),
+                systemd: true,
+                log_start: 0,
+                prefix: directory.path().to_owned(),
+                record: LaunchRecord::default(),
+            };
+            record.store(&places.run_dir).unwrap();
+            let running = places.observe(None).running.unwrap();
+            assert_eq!((running.pid, running.start_time), (own.pid, own.start_time));
+            assert_eq!(asked.exists(), expected, "{:?}", record.process);
+            let _ = fs::remove_file(&asked);
         }
     }
 

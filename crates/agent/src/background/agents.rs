@@ -1,0 +1,69 @@
+//! Counts the agents, each of them a candidate for the planner's Lease: if they are few, all watch it.
+
+use std::time::Duration;
+
+use k8s_openapi::api::apps::v1::DaemonSet;
+use kube::{Api, Client};
+use tokio::{sync::watch, time::sleep};
+use tracing::debug;
+
+use api::NAMESPACE;
+use base::{chance::jittered, error_chain};
+use cluster::{call, lease_rules::Place};
+
+/// Between two counts. A watch would deliver each pod that becomes ready, to every node.
+const EVERY: Duration = Duration::from_mins(10);
+/// The same while the API server does not tell.
+const AGAIN: Duration = Duration::from_secs(30);
+
+/// Keeps [`Place::agents`] at the number of pods that DaemonSet `name`, ours, is to have.
+pub async fn count(client: Client, name: String, place: watch::Sender<Place>) {
+    let sets = Api::<DaemonSet>::namespaced(client, NAMESPACE);
+    loop {
+        let pause = match call(format!("get DaemonSet {name}"), sets.get(&name)).await {
+            Ok(set) => {
+                let wanted = set.status.map_or(0, |status| status.desired_number_scheduled);
+                let agents = u32::try_from(wanted).unwrap_or(0);
+                place.send_if_modified(|known| std::mem::replace(&mut known.agents, agents) != agents);
+                EVERY
+            }
+            Err(error) => {
+                debug!(error = error_chain(&error), "the agents can't be counted");
+                AGAIN
+            }
+        };
+        sleep(jittered(pause)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::json;
+    use tokio::sync::mpsc::unbounded_channel;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn agents_are_counted_a_few_times_an_hour_and_soon_again_after_a_failure() {
+        let (sender, mut asked) = unbounded_channel();
+        let began = tokio::time::Instant::now();
+        let service = tower::service_fn(move |_: Request<Body>| {
+            sender.send(began.elapsed()).unwrap();
+            let is_up = began.elapsed() >= AGAIN;
+            let counts = json!({"currentNumberScheduled": 9, "desiredNumberScheduled": 9, "numberMisscheduled": 0, "numberReady": 1});
+            let set = json!({"metadata": {"name": "install-flux"}, "status": counts}).to_string();
+            async move {
+                let code = if is_up { 200 } else { 500 };
+                Response::builder().status(code).body(Body::from(set.into_bytes()))
+            }
+        });
+        let place = watch::Sender::<Place>::default();
+        let counting = tokio::spawn(count(Client::new(service, NAMESPACE), "install-flux".to_owned(), place.clone()));
+        let times = [asked.recv().await.unwrap(), asked.recv().await.unwrap(), asked.recv().await.unwrap()];
+        assert!(times[1] < 2 * AGAIN && times[2] >= EVERY, "{times:?}");
+        assert_eq!(place.borrow().agents, 9);
+        counting.abort();
+    }
+}
