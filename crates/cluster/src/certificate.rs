@@ -105,7 +105,7 @@ pub async fn forget(client: &Client) -> Result<(), ApiError> {
 ///
 /// # Errors
 /// If the call to the API server fails; with code 409 if the Secret has changed meanwhile.
-pub async fn discard(client: &Client, published: Published) -> Result<(), ApiError> {
+pub async fn discard(client: &Client, published: &Published) -> Result<(), ApiError> {
     delete(client, &published.metadata).await
 }
 

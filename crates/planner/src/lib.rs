@@ -7,6 +7,7 @@
 
 mod caches;
 mod instance;
+mod kept;
 mod package_set;
 mod protect;
 mod publish;

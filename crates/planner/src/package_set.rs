@@ -16,6 +16,8 @@ use cluster::{
     store::{self, Document},
 };
 use locks::question::question;
+
+use crate::kept::{Kept, Version};
 use packages::{Access, HttpError, SolveError, resolve};
 
 /// Resolves packages in a task of its own, because reading conda-forge's index alone can take minutes.
@@ -25,6 +27,8 @@ pub struct Resolver {
     /// if another agent becomes the planner.
     running: Option<(String, JoinSet<Result<PackageSet, ResolveError>>)>,
     failed: Option<Failure>,
+    /// What is published.
+    document: Kept<Option<Arc<Document>>>,
 }
 
 /// A question that could not be resolved. Only the same question waits; a changed one is asked at once.
@@ -79,7 +83,7 @@ impl Resolver {
     /// `platforms` are those of the existing nodes; `running` is the digest of the running epoch's set. A published set
     /// answers for the platforms that it was made for: a node of another platform that joins later doesn't cause a new
     /// resolution until a user asks for one (`spec.packages.refresh`). `may_keep`: while the answer is not known, the published set may
-    /// be used. False before the instance's first start: the set may be a deleted instance's.
+    /// be used. False before the instance's first start: the set may be a deleted instance's. `version`: that of ConfigMap `flux-packages`.
     ///
     /// # Errors
     /// If a call to the API server fails.
@@ -90,8 +94,10 @@ impl Resolver {
         platforms: &[String],
         running: Option<&str>,
         may_keep: bool,
+        version: Version,
     ) -> Result<Published, ApiError> {
-        let document = store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?;
+        let read = async { Ok(store::read(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY).await?.map(Arc::new)) };
+        let document = self.document.or_read(version, read).await?;
         let published = document.as_ref().and_then(|document| serde_json::from_str::<PackageSet>(&document.text).ok());
         let kept = published.clone().filter(|_| may_keep);
         if let Some(set) = published.as_ref().filter(|set| answers(set, packages)) {
@@ -111,7 +117,8 @@ impl Resolver {
         };
         match outcome {
             Some(Ok(set)) => {
-                let mut document = document;
+                self.document.forget();
+                let mut document = document.as_deref().cloned();
                 if let (Some(document), Some(published)) = (&mut document, &published)
                     && running == Some(published.digest().as_str())
                 {
@@ -134,6 +141,11 @@ impl Resolver {
                 _ => Ok(kept.map_or(Published::Pending, Published::Is)),
             },
         }
+    }
+
+    /// Reads what is published again the next time.
+    pub fn forget(&mut self) {
+        self.document.forget();
     }
 
     fn ask(

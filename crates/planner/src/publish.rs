@@ -232,7 +232,7 @@ mod tests {
     async fn no_further_flux_node_is_written_while_the_api_server_is_busy() {
         let (failed, asked) = write_100(Some(429)).await;
         assert_eq!(failed, BTreeSet::from(["node7".to_owned()]));
-        let names = &asked.lock().unwrap().names;
+        let names = asked.lock().unwrap().names.clone();
         assert!(names.len() <= 2 * AT_ONCE, "{names:?}");
         // One that is never answered holds nobody up.
         let (failed, asked) = write_100(None).await;

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use futures::StreamExt;
+use futures::{StreamExt, stream::select};
 use k8s_openapi::jiff::Timestamp;
 use kube::{Client, Resource, ResourceExt, core::DeserializeGuard};
 use tokio::time::{Instant, timeout, timeout_at};
@@ -23,14 +23,16 @@ use self::needs::Sources;
 use super::{
     caches::{Caches, readable, unreadable},
     instance,
+    kept::{Kept, Versions},
     package_set::Resolver,
     protect, publish,
 };
 use api::{
-    ANNOTATION_RESTART, FluxInstance, FluxInstanceStatus, FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line,
+    ANNOTATION_RESTART, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance, FluxInstanceStatus,
+    FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line,
 };
 use base::error_chain;
-use cluster::{Announcer, ApiError, call, clock, published, store::Document};
+use cluster::{Announcer, ApiError, call, certificate, clock, published, store::Document};
 use model::{
     agents::Agents,
     eligibility::NodeView,
@@ -59,10 +61,16 @@ const PROTECT_AGAIN: Duration = Duration::from_mins(1);
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
 pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>, has_limits: &AtomicBool) {
     let (caches, changes) = Caches::watch(&client);
-    let mut changes = pin!(changes);
+    let (versions, of_versions) = Versions::watch(&client);
+    let mut changes = pin!(select(changes, of_versions));
     let mut planner = Planner {
         announcer: Announcer::new(client.clone(), identity),
         client,
+        versions,
+        roster: Kept::default(),
+        broker_toml: Kept::default(),
+        certificate: Kept::default(),
+        no_default: Kept::default(),
         resolver: Resolver::default(),
         clock_ahead_secs: predecessor_time.map(|before| clock::now().as_second() - before.as_second()),
         moved: None,
@@ -94,8 +102,14 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
             // A deadline that was moved is in the status, which is written last.
             Ok(()) => has_limits.store(planner.clock_ahead_secs.is_none(), Ordering::Relaxed),
             // Another planner, or an agent, was faster: look again.
-            Err(error) if error.code() == Some(409) => debug!(%error, "the object has changed since it was read"),
-            Err(error) => planner.report(&caches, &error).await,
+            Err(error) if error.code() == Some(409) => {
+                planner.forget();
+                debug!(%error, "the object has changed since it was read");
+            }
+            Err(error) => {
+                planner.forget();
+                planner.report(&caches, &error).await;
+            }
         }
     }
 }
@@ -103,6 +117,15 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
 struct Planner {
     client: Client,
     announcer: Announcer,
+    versions: Versions,
+    /// ConfigMap `flux-roster`.
+    roster: Kept<Option<Arc<(Roster, Document)>>>,
+    /// instanceID, epoch and revision of the roster that ConfigMap `flux-broker` is known to be made from, or from a newer one.
+    broker_toml: Kept<(String, u64, u64)>,
+    /// Secret `flux-curve`.
+    certificate: Kept<Option<Arc<certificate::Published>>>,
+    /// There is nothing to be done about ConfigMap `flux-default`.
+    no_default: Kept<()>,
     resolver: Resolver,
     /// How many seconds this planner's clock is ahead of the previous planner's; None once the time limits are moved. Fixed at the
     /// takeover, because a write that seemed to fail may have moved them.
@@ -156,7 +179,12 @@ impl Planner {
             }
         }
         let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
-        instance::ensure(&self.client, flux.map(AsRef::as_ref)).await?;
+        let version = self.versions.of(CONFIGMAP_DEFAULT);
+        if self.no_default.at(&version).is_none() {
+            instance::ensure(&self.client, flux.map(AsRef::as_ref)).await?;
+            // If it has just been marked, it has another version by now.
+            self.no_default.keep(version, ());
+        }
         match flux {
             Some(flux) if flux.meta().deletion_timestamp.is_none() => {
                 self.is_cleaned_up = false;
@@ -165,6 +193,7 @@ impl Planner {
             // Once: the agents clean their hosts and delete their FluxNodes, so no host has anything of the instance now, and
             // nothing needs the roster any more.
             None if flux_nodes.is_empty() && !self.is_cleaned_up => {
+                self.forget();
                 publish::forget_instance(&self.client).await?;
                 self.is_cleaned_up = true;
                 Ok(())
@@ -183,14 +212,15 @@ impl Planner {
         let uid = flux.uid().unwrap_or_default();
         let mut status_before = flux.status.clone().unwrap_or_default();
         let fresh_id = uuid::Uuid::new_v4().to_string();
-        let mut stored = published::read_roster(&self.client).await?;
-        if self.move_limits_to_our_clock(stored.as_ref(), &status_before).await? {
-            stored = published::read_roster(&self.client).await?;
+        let mut stored = self.read_roster().await?;
+        if self.move_limits_to_our_clock(stored.as_deref(), &status_before).await? {
+            stored = self.read_roster().await?;
         }
+        let stored = stored.as_deref();
         if let Some(deadline) = &self.moved_deadline {
             deadline.apply(&mut status_before);
         }
-        let has_roster = stored.as_ref().is_some_and(|(roster, _)| roster.instance_uid == uid);
+        let has_roster = stored.is_some_and(|(roster, _)| roster.instance_uid == uid);
         if std::mem::replace(&mut self.had_roster, has_roster) && !has_roster {
             self.waiting_since = Instant::now();
         }
@@ -203,7 +233,7 @@ impl Planner {
             status: &status_before,
             nodes,
             reports,
-            roster: stored.as_ref().map(|(roster, _)| roster),
+            roster: stored.map(|(roster, _)| roster),
             digest: None,
             certificate: None,
             is_certificate_gone: false,
@@ -230,7 +260,7 @@ impl Planner {
             Decision::Wait(reason) => Some(told_while_waiting(&seen, found, reason.clone())),
             Decision::Keep | Decision::Write(_) => found,
         };
-        let before = stored.as_ref().map(|(_, document)| document);
+        let before = stored.map(|(_, document)| document);
         let (written, obstacle) = match self.write_decision(decision, before).await {
             // All but changes of the roster goes on.
             Err(error @ ApiError::UnreadableRoster { .. }) => {
@@ -272,6 +302,7 @@ impl Planner {
         let to_move = stored.filter(|_| !is_written);
         self.moved = to_move.and_then(|(roster, _)| move_limits(roster, secs));
         if let (Some(roster), Some((_, document))) = (&self.moved, to_move) {
+            self.roster.forget();
             match publish::write_roster(&self.client, roster, Some(document)).await {
                 // The limits stay as the other clock has set them; the round goes on and says what is wrong.
                 Err(ApiError::UnreadableRoster { .. }) => self.moved = None,
@@ -283,14 +314,34 @@ impl Planner {
     }
 
     /// Writes the decided roster in place of `before` and returns it; None if the decision writes none.
-    async fn write_decision(&self, decision: Decision, before: Option<&Document>) -> Result<Option<Roster>, ApiError> {
+    async fn write_decision(
+        &mut self,
+        decision: Decision,
+        before: Option<&Document>,
+    ) -> Result<Option<Roster>, ApiError> {
         match decision {
             Decision::Keep | Decision::Wait(_) => Ok(None),
             Decision::Write(next) => {
+                self.roster.forget();
                 publish::write_roster(&self.client, &next, before).await?;
                 Ok(Some(*next))
             }
         }
+    }
+
+    /// The roster, as it is stored.
+    async fn read_roster(&mut self) -> Result<Option<Arc<(Roster, Document)>>, ApiError> {
+        let read = async { Ok(published::read_roster(&self.client).await?.map(Arc::new)) };
+        self.roster.or_read(self.versions.of(CONFIGMAP_ROSTER), read).await
+    }
+
+    /// Reads everything again in the next round: after a write that may have failed or was not the only one.
+    fn forget(&mut self) {
+        self.roster.forget();
+        self.broker_toml.forget();
+        self.certificate.forget();
+        self.no_default.forget();
+        self.resolver.forget();
     }
 
     /// Why this Kubernetes is not supported; None if it is. Asks the API server in each round until its version is known
@@ -339,7 +390,12 @@ impl Planner {
     ) -> Result<(), ApiError> {
         let roster = planned.map(|planned| planned.roster);
         if let Some(roster) = roster {
-            publish::write_broker_toml(&self.client, roster).await?;
+            let version = self.versions.of(CONFIGMAP_BROKER);
+            let made_from = (roster.instance_id.clone(), roster.epoch, roster.revision);
+            if self.broker_toml.at(&version) != Some(&made_from) {
+                publish::write_broker_toml(&self.client, roster).await?;
+                self.broker_toml.keep(version, made_from);
+            }
         }
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());

@@ -53,7 +53,7 @@ async fn settled(
     let platforms = platforms.iter().map(|platform| (*platform).to_owned()).collect::<Vec<_>>();
     let mut looks = tokio::time::interval(Duration::from_millis(20));
     for _ in 0..1000 {
-        match planner.published(client, packages, &platforms, None, true).await.unwrap() {
+        match planner.published(client, packages, &platforms, None, true, None).await.unwrap() {
             Published::Is(set) if planner.running.is_none() => return Ok(set),
             Published::Failed(reason) | Published::Still(_, reason) => return Err(error_chain(&*reason)),
             _ => looks.tick().await,
@@ -79,7 +79,7 @@ async fn an_instance_that_has_started_nothing_takes_no_set_that_answers_another_
         let mut found = None;
         for _ in 0..1000 {
             looks.tick().await;
-            match planner.published(&client, &asked, &platforms, None, may_keep).await.unwrap() {
+            match planner.published(&client, &asked, &platforms, None, may_keep, None).await.unwrap() {
                 Published::Pending => assert!(!may_keep),
                 Published::Is(set) => assert!(may_keep && set == first),
                 Published::Failed(_) => found = Some(None),

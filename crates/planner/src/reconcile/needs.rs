@@ -1,13 +1,16 @@
 //! Provides what an epoch needs before it can begin: packages and a certificate. Also remembers where the published
 //! packages come from.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use tracing::info;
 
 use super::{ApiError, Planner};
 use crate::package_set::{Published, ResolveError};
-use api::{FluxNodeStatus, PackageSet, Roster, rules::PLATFORMS};
+use api::{CONFIGMAP_PACKAGES, FluxNodeStatus, PackageSet, Roster, SECRET_CURVE, rules::PLATFORMS};
 use base::error_chain;
 use cluster::{certificate, published};
 use locks::lock_urls;
@@ -81,7 +84,9 @@ impl Planner {
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         let is_own = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
         let may_keep = is_own || seen.status.instance_id.is_some();
-        let published = self.resolver.published(&self.client, &seen.spec.packages, &platforms, running, may_keep);
+        let version = self.versions.of(CONFIGMAP_PACKAGES);
+        let published =
+            self.resolver.published(&self.client, &seen.spec.packages, &platforms, running, may_keep, version);
         Ok(match published.await? {
             Published::Is(set) => (Some(self.sources.remember(&set)), None),
             Published::Pending => (None, Some(Obstacle::Waiting("the packages are being resolved".to_owned()))),
@@ -103,11 +108,13 @@ impl Planner {
 
     /// Returns the fingerprint of the certificate, or why there is none. Makes a certificate only if no broker can be
     /// using one.
-    pub(crate) async fn certificate(&self, seen: &mut Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
-        match certificate::read_published(&self.client).await {
+    pub(crate) async fn certificate(&mut self, seen: &mut Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
+        let read = async { Ok(certificate::read_published(&self.client).await?.map(Arc::new)) };
+        match self.certificate.or_read(self.versions.of(SECRET_CURVE), read).await {
             Ok(Some(published)) if is_certificate_of_another(seen, published.made_for(seen.instance_uid)) => {
                 info!("the certificate belongs to a previous instance: making a new one");
-                certificate::discard(&self.client, published).await?;
+                self.certificate.forget();
+                certificate::discard(&self.client, &published).await?;
                 self.make_certificate(seen.instance_uid).await?;
                 Ok((None, None))
             }
@@ -130,7 +137,8 @@ impl Planner {
         }
     }
 
-    async fn make_certificate(&self, instance_uid: &str) -> Result<(), ApiError> {
+    async fn make_certificate(&mut self, instance_uid: &str) -> Result<(), ApiError> {
+        self.certificate.forget();
         let made = certificate::generate().map_err(|error| ApiError::Content {
             object: "the kernel's randomness".to_owned(),
             reason: error.to_string(),

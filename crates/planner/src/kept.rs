@@ -1,0 +1,136 @@
+//! What the planner has read of an object, kept for as long as a watch says that the object is the same.
+
+use std::{collections::HashMap, sync::Arc};
+
+use api::{CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, NAMESPACE, SECRET_CURVE};
+use futures::{FutureExt, Stream, StreamExt, stream::select_all};
+use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use kube::{
+    Api, Client, ResourceExt,
+    core::PartialObjectMeta,
+    runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
+};
+use serde::de::DeserializeOwned;
+
+/// metadata.resourceVersion of an object, as a watch tells it: `Some(None)` if there is no such object. None until the watch has listed
+/// it, or if an older manifest does not grant the right to watch it.
+pub type Version = Option<Option<String>>;
+
+/// Tells the version of one object.
+type Tell = Arc<dyn Fn() -> Version + Send + Sync>;
+
+/// The versions of the ConfigMaps and of the Secret that each round depends on. Only their metadata are watched: the planner has written
+/// most of their content itself.
+#[derive(Clone)]
+pub struct Versions(HashMap<&'static str, Tell>);
+
+impl Versions {
+    /// Returns the versions, and a stream that keeps them up to date while it is polled. It yields an item for each change.
+    pub fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
+        let maps = Api::<PartialObjectMeta<ConfigMap>>::namespaced(client.clone(), NAMESPACE);
+        let secrets = Api::<PartialObjectMeta<Secret>>::namespaced(client.clone(), NAMESPACE);
+        let names = [CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES];
+        let watched = names.map(|name| (name, watch_one(maps.clone(), name)));
+        let (told, changes): (Vec<_>, Vec<_>) = watched
+            .into_iter()
+            .chain([(SECRET_CURVE, watch_one(secrets, SECRET_CURVE))])
+            .map(|(name, (tell, changes))| ((name, tell), changes))
+            .unzip();
+        (Self(told.into_iter().collect()), select_all(changes))
+    }
+
+    /// The version of object `name`.
+    pub fn of(&self, name: &str) -> Version {
+        self.0.get(name).and_then(|tell| tell())
+    }
+}
+
+fn watch_one<K>(api: Api<PartialObjectMeta<K>>, name: &str) -> (Tell, futures::stream::BoxStream<'static, ()>)
+where
+    K: kube::Resource<DynamicType = ()> + Clone + std::fmt::Debug + DeserializeOwned + Send + Sync + 'static,
+{
+    let (store, writer) = reflector::store::<PartialObjectMeta<K>>();
+    let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
+    let events = watcher(api, config).default_backoff().reflect(writer);
+    let changes = events.filter_map(async |event| event.ok().map(drop)).boxed();
+    (Arc::new(move || version(&store)), changes)
+}
+
+fn version<K>(store: &Store<PartialObjectMeta<K>>) -> Version
+where
+    K: kube::Resource<DynamicType = ()> + Clone + 'static,
+{
+    store.wait_until_ready().now_or_never()?.ok()?;
+    Some(store.state().first().and_then(|object| object.resource_version()))
+}
+
+/// A value that was read when an object had a version.
+#[derive(Debug)]
+pub struct Kept<T>(Option<(Option<String>, T)>);
+
+impl<T> Default for Kept<T> {
+    fn default() -> Self {
+        Self(None)
+    }
+}
+
+impl<T: Clone> Kept<T> {
+    /// The value, if the object still has the version at which it was kept.
+    pub fn at(&self, version: &Version) -> Option<&T> {
+        let ((at, value), now) = self.0.as_ref().zip(version.as_ref())?;
+        (at == now).then_some(value)
+    }
+
+    /// Keeps a value that was read after the watch told `version`.
+    pub fn keep(&mut self, version: Version, value: T) {
+        self.0 = version.map(|version| (version, value));
+    }
+
+    /// To be called after each write of the object: the watch tells of it later.
+    pub fn forget(&mut self) {
+        self.0 = None;
+    }
+
+    /// The kept value, or what `read` returns.
+    ///
+    /// # Errors
+    /// Those of `read`. Nothing is kept then.
+    pub async fn or_read<E>(&mut self, version: Version, read: impl Future<Output = Result<T, E>>) -> Result<T, E> {
+        if let Some(value) = self.at(&version) {
+            return Ok(value.clone());
+        }
+        self.forget();
+        let value = read.await?;
+        self.keep(version, value.clone());
+        Ok(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_value_is_read_again_only_if_the_object_has_changed_or_its_version_is_unknown() {
+        let mut kept = Kept::default();
+        let version = |number: u32| Some(Some(number.to_string()));
+        for (version, next, expected) in [
+            (None, 1, 1),
+            (None, 2, 2),
+            (version(5), 3, 3),
+            (version(5), 4, 3),
+            (version(6), 5, 5),
+            (Some(None), 6, 6),
+            (Some(None), 7, 6),
+            (None, 8, 8),
+            (Some(None), 9, 9),
+        ] {
+            let read = kept.or_read(version.clone(), async { Ok::<_, ()>(next) }).await;
+            assert_eq!(read, Ok(expected), "{version:?}");
+        }
+        assert_eq!(kept.or_read(version(1), async { Err(()) }).await, Err::<i32, _>(()));
+        assert_eq!(kept.or_read(Some(None), async { Ok::<_, ()>(10) }).await, Ok(10), "nothing is kept of an error");
+        kept.forget();
+        assert_eq!(kept.at(&Some(None)), None, "after a write of ours");
+    }
+}
