@@ -224,7 +224,7 @@ mod tests {
         let first = looks.iter().filter(|(_, seems_silent)| *seems_silent).map(|(at, _)| *at).min().unwrap_or_default();
         let taken = first + take_after(LEASE_DURATION, 1.0);
         let asked = looks.iter().filter(|(at, _)| (died..taken).contains(at)).count();
-        ((taken - died).as_secs_f64(), u32::try_from(asked).unwrap_or_default())
+        (taken.saturating_sub(died).as_secs_f64(), u32::try_from(asked).unwrap_or_default())
     }
 
     #[test]
