@@ -15,9 +15,14 @@ use std::{
     process::{Command, Stdio},
 };
 
-use api::{CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstanceSpec};
+use api::{CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstanceSpec, Resources};
 use api_server::ApiServer;
-use model::read::{read, read_default};
+use k8s_openapi::api::core::v1::Node;
+use model::{
+    eligibility::NodeView,
+    read::{read, read_default},
+    resources::declared,
+};
 use needs::{Need, helm, kubectl, skips_without};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -180,6 +185,33 @@ fn an_overlay_changes_the_image_and_a_first_spec_that_is_valid() {
             }
         }
         assert_same(&found, &expected);
+    }
+}
+
+/// NVIDIA's GPU feature discovery, which makes the labels that the overlay selects by, comes with the device plugin.
+#[test]
+fn the_gpu_overlay_gives_flux_the_gpus_beside_a_device_plugin() {
+    if skips_without([Need::Kubectl]) {
+        return;
+    }
+    let rendered = run(&kubectl().unwrap(), &["kustomize", "example/kustomize/gpu"]);
+    let spec = read(&rendered).unwrap().specs.remove(0).spec.unwrap();
+    let taint = |key: &str, value: &str| json!({"key": key, "value": value, "effect": "NoSchedule"});
+    let dedicated = taint("distribute.flux-framework.org/dedicated", "flux");
+    for (taints, expected) in [
+        (json!([dedicated]), 2),
+        (json!([dedicated, taint("nvidia.com/gpu", "present")]), 2),
+        (json!([taint("nvidia.com/gpu", "present")]), 0),
+    ] {
+        let gpus = json!({"nvidia.com/gpu": "2"});
+        let node: Node = serde_json::from_value(json!({
+            "metadata": {"name": "node1", "labels": {"nvidia.com/gpu.present": "true"}},
+            "spec": {"taints": taints}, "status": {"capacity": gpus, "allocatable": gpus},
+        }))
+        .unwrap();
+        let found = Resources { cores: 8, gpus: 2 };
+        let declared = declared(&spec, &NodeView::from(&node), found, false, false);
+        assert_eq!(declared.gpus, expected, "{taints}");
     }
 }
 
