@@ -27,7 +27,7 @@ use model::{
     obstacle::Obstacle,
 };
 
-/// A planner renews its Lease every two seconds or so; another agent takes over within some ten, or minutes if there are thousands.
+/// A planner renews its Lease every five seconds or so; another agent takes over within some sixteen, or minutes if none of those that watch it lives.
 const PLANNER_IS_GONE: Duration = Duration::from_mins(3);
 
 /// What a check found.

@@ -221,8 +221,8 @@ fn has_other_metadata<K: Resource>(object: &K, before: &K) -> bool {
     acted_on(object) != acted_on(before)
 }
 
-/// Watches until the receiver is dropped. The receiver always has the latest state, and is notified of what [may change what the agent does](Watched::is_news), and when a watch
-/// goes on after an interruption: then the API server answers again.
+/// Watches until the receiver is dropped. The receiver always has the latest state, and is notified of what [may change what the agent
+/// does](Watched::is_news), and when a watch goes on after an interruption: then the API server answers again.
 pub fn watch_objects(client: &Client, node_name: &str) -> (OwnWrites, watch::Receiver<WatchedObjects>) {
     let (sender, receiver) = watch::channel(WatchedObjects::default());
     let namespaces = Api::<Namespace>::all(client.clone());
