@@ -59,7 +59,10 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
         let may_share = may_share(round, *rank, shadows);
         match shadows.leaves(free, may_share, round.world.drained.contains(*rank)) {
             Some(leaves) => changes.add(*rank, [leaves]),
-            None => changes.add(*rank, shadows.changes(wanted, free, is_idle && target.is_ready, may_share)),
+            None => {
+                let may_share = may_share && shadows.is_next(None);
+                changes.add(*rank, shadows.changes(wanted, free, is_idle && target.is_ready, may_share));
+            }
         }
     }
     // A member whose Node can't be read may still have its pods.
@@ -219,6 +222,8 @@ struct Shadows<'a> {
     paused_until: Option<Moment>,
     /// Flux has ended one that was for other ranks too: which of them it could not have is not known.
     is_alone: bool,
+    /// A pin waits for cores of the rank.
+    pin_waits: bool,
 }
 
 /// A shadow job of a rank.
@@ -235,6 +240,10 @@ struct OfRank<'a> {
 
 fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
     let mut all: BTreeMap<Rank, Shadows> = BTreeMap::new();
+    let waiting_gangs = round.jobs.of_gangs().filter(|(job, _)| job.state == JobState::Pending);
+    for rank in waiting_gangs.filter_map(|(_, gang_job)| gang_job.record.pinned) {
+        all.entry(rank).or_default().pin_waits = true;
+    }
     for (job, shadow) in round.jobs.shadows() {
         let is_shared = shadow.nodes.len() > 1;
         let mut held: BTreeMap<Rank, usize> = BTreeMap::new();
@@ -303,6 +312,11 @@ impl<'a> Shadows<'a> {
         let mut leaves = shared.filter(|job| if job.is_pending { job.cores > free || !may_share } else { is_drained });
         let OfRank { job, cores, .. } = leaves.next()?;
         Some(Change::Set { job: job.id, cores: *cores, may_share: false, why: ALONE })
+    }
+
+    /// What comes free on the rank goes to the job that is submitted next, `but` for one job: no other job of the highest urgency waits there.
+    fn is_next(&self, but: Option<JobId>) -> bool {
+        !self.pin_waits && self.waiting().all(|job| Some(job.job.id) == but)
     }
 
     /// What makes them hold `wanted` cores. `free`: how many cores of the rank no job holds.
@@ -428,8 +442,9 @@ impl Changes {
         for (job, shadow) in round.jobs.shadows() {
             let Some((mut changed, why)) = set.remove(&job.id) else { continue };
             let wishes = shadow.nodes.iter().map(|(rank, node)| {
-                let shadows = all.get(rank);
-                let may_share = shadows.is_some_and(|shadows| may_share(round, *rank, shadows));
+                // Else a job that waits there would get what comes free, and this one would keep the cores of its other ranks from being held.
+                let is_free_for = |shadows| may_share(round, *rank, shadows) && shadows.is_next(Some(job.id));
+                let may_share = all.get(rank).is_some_and(is_free_for);
                 let as_before = Wish { rank: *rank, node: node.clone(), cores: shadow.cores, may_share };
                 changed.remove(rank).map_or(as_before, |wish| Wish { node: node.clone(), ..wish })
             });

@@ -96,6 +96,21 @@ fn no_other_job_gets_the_cores_of_a_job_that_is_exchanged_because_of_one_of_its_
 }
 
 #[test]
+fn a_job_that_waits_on_one_rank_costs_no_other_rank_its_cores_if_their_job_is_exchanged() {
+    let mut bed = beside_web_on_all(3);
+    bed.submit_host_job(3, 2);
+    bed.settle();
+    bed.submit_host_job(3, 2);
+    bed.change("web2", |pod| pod.requests.cpu = 3500);
+    bed.settle();
+    assert_eq!((bed.shadows(2), bed.held(0)), ((2, 1), (0, 4)), "the first host job has the other cores");
+    bed.change("web0", |pod| pod.requests.cpu = 1500);
+    bed.settle();
+    assert_eq!((0..3).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [(1, 0), (2, 0), (2, 1)]);
+    assert_eq!((bed.held(1), bed.held(2)), ((0, 4), (0, 4)), "the second one waits");
+}
+
+#[test]
 fn a_rank_that_is_drained_or_down_shares_no_job() {
     let mut bed = Bed::new(&[4; 4]);
     bed.down = [1].into();
