@@ -13,7 +13,7 @@ use kube::{
 use serde::Serialize;
 use serde_json::Value;
 
-use super::scrub::MASK;
+use super::looks::MASK;
 use crate::{
     doctor,
     error::chain,

@@ -1,6 +1,8 @@
 //! `kubectl flux support-bundle`: one archive for whoever is asked for help, without secrets.
 
+mod forms;
 mod gather;
+mod looks;
 mod scrub;
 
 use std::{

@@ -1,0 +1,171 @@
+//! In which parts and forms a secret that is known may stand in a text. Pure.
+
+use base64::{
+    Engine,
+    prelude::{BASE64_STANDARD, BASE64_URL_SAFE},
+};
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
+use serde_json::Value;
+
+use super::looks::{is_blank, is_end, is_quote};
+
+/// Shortest secret that is looked for, in bytes: a shorter one is found in half of all words.
+pub(super) const SHORTEST: usize = 4;
+/// Shortest secret of digits alone: ports and process IDs are shorter.
+const SHORTEST_NUMBER: usize = 6;
+/// Shortest word of a longer secret, such as a key in a certificate, that is looked for by itself.
+const SHORTEST_WORD: usize = 16;
+/// Most parts of a Secret's value that are looked for: a value has at most 1 MiB, and only a file of another kind than those that hold
+/// credentials has more.
+const MOST_PARTS: usize = 20_000;
+/// Fields that hold no secret, although they stand beside one.
+pub(super) const PUBLIC_FIELDS: [&str; 5] = ["username", "user", "email", "namespace", "ca.crt"];
+/// Words of objects and logs. As a secret they would protect nothing, and without them no report could be read.
+const COMMON: [&str; 12] = [
+    "flux",
+    "flux-distribute",
+    "true",
+    "false",
+    "null",
+    "none",
+    "default",
+    "online",
+    "offline",
+    "running",
+    "failed",
+    "ready",
+];
+/// RFC 3986 leaves these as they are, and some programs encode them nevertheless.
+pub(super) const RESERVED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
+/// True for one of [`PUBLIC_FIELDS`], in any case.
+fn is_public(name: &str) -> bool {
+    PUBLIC_FIELDS.contains(&name.to_ascii_lowercase().as_str())
+}
+
+/// A secret, and the parts of it that are secrets themselves.
+pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
+    let text = String::from_utf8_lossy(secret);
+    let text = without_certificates(&text);
+    let mut parts: Vec<String> = vec![text.trim().to_owned()];
+    // `.dockerconfigjson`, `credentials.json`, `values.yaml`
+    let document = serde_json::from_str(&text).ok().or_else(|| serde_norway::from_str::<Value>(&text).ok());
+    if let Some(document) = document {
+        leaves(&document, &mut parts);
+    }
+    // `.env`, `.npmrc`, `.condarc`
+    for line in text.lines() {
+        let named = ['=', ':'].iter().filter_map(|sign| line.split_once(*sign));
+        let values = named.filter(|(name, _)| !is_public(name.trim()));
+        parts.extend(
+            values.map(|(_, value)| {
+                value.trim_matches(|c| is_blank(c) || is_quote(c) || matches!(c, ',' | ';')).to_owned()
+            }),
+        );
+        // `.pgpass`, connection strings, several of them in a line.
+        for (at, _) in line.match_indices(['=', ':']) {
+            let before = line[..at].trim_end_matches(|c| is_blank(c) || is_quote(c));
+            let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
+            let value = line[at + 1..].trim_start_matches(|c| is_blank(c) || is_quote(c));
+            let word = value.split(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
+            parts.extend((!is_public(name)).then(|| word.to_owned()));
+        }
+        // A URL's password.
+        let user = line.split_once("://").and_then(|(_, after)| after.rsplit_once('@')).map(|(user, _)| user);
+        parts.extend(user.and_then(|user| user.split_once(':')).map(|(_, password)| password.to_owned()));
+        // `.netrc`
+        let words = line.split_whitespace().zip(line.split_whitespace().skip(1));
+        parts.extend(words.filter(|(name, _)| *name == "password").map(|(_, value)| value.to_owned()));
+    }
+    let is_sign = |c: char| is_end(c) || matches!(c, '=' | ':' | '@' | '/');
+    for splits in [&is_end as &dyn Fn(char) -> bool, &is_sign] {
+        parts.extend(text.split(splits).filter(|word| word.len() >= SHORTEST_WORD).map(str::to_owned));
+    }
+    let is_secret = |part: &String| {
+        let is_number = part.bytes().all(|byte| byte.is_ascii_digit());
+        part.len() >= if is_number { SHORTEST_NUMBER } else { SHORTEST }
+            && !COMMON.contains(&part.to_ascii_lowercase().as_str())
+    };
+    parts.retain(is_secret);
+    parts.truncate(MOST_PARTS);
+    let whole = (secret.len() >= SHORTEST && std::str::from_utf8(secret).is_err()).then(|| secret.to_vec());
+    parts.into_iter().map(String::into_bytes).chain(whole).collect()
+}
+
+/// Certificates in PEM are public, and long.
+fn without_certificates(text: &str) -> String {
+    let (begin, end) = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----");
+    let (mut left, mut rest) = (String::new(), text);
+    while let Some((before, after)) = rest.split_once(begin) {
+        left.push_str(before);
+        rest = after.split_once(end).map_or("", |(_, after)| after);
+    }
+    left + rest
+}
+
+/// The texts and numbers in a document; of `user:password` in base64, as registries have it, the password too.
+fn leaves(document: &Value, found: &mut Vec<String>) {
+    match document {
+        Value::String(text) => {
+            found.push(text.clone());
+            if let Some((_, password)) = BASE64_STANDARD
+                .decode(text)
+                .ok()
+                .and_then(|login| String::from_utf8(login).ok())
+                .as_deref()
+                .and_then(|login| login.split_once(':'))
+            {
+                found.push(password.to_owned());
+            }
+        }
+        Value::Number(number) => found.push(number.to_string()),
+        Value::Array(items) => items.iter().for_each(|item| leaves(item, found)),
+        Value::Object(fields) => {
+            // The user of a kubeconfig is an object, and holds a token.
+            let secret = fields.iter().filter(|(name, value)| !(value.is_string() && is_public(name)));
+            secret.for_each(|(_, value)| leaves(value, found));
+        }
+        _ => {}
+    }
+}
+
+/// Each way in which a text or an object may hold `part`.
+pub(super) fn forms(part: &[u8]) -> Vec<String> {
+    let mut forms = vec![hex::encode(part), hex::encode_upper(part)];
+    for set in [NON_ALPHANUMERIC, RESERVED] {
+        let encoded = percent_encode(part, set).to_string();
+        forms.extend([lower_case_hex(&encoded), encoded]);
+    }
+    if let Ok(text) = std::str::from_utf8(part) {
+        let json = Value::from(text).to_string();
+        let json = json[1..json.len() - 1].to_owned();
+        // As crate encoding/json of Go writes it.
+        let go = |less: &str, greater: &str| json.replace('&', "\\u0026").replace('<', less).replace('>', greater);
+        forms.extend([text.to_owned(), go("\\u003c", "\\u003e"), go("\\u003C", "\\u003E"), json]);
+        // In single quotes of YAML.
+        forms.push(text.replace('\'', "''"));
+    }
+    forms.extend((0..3).flat_map(|before| within_base64(part, before)));
+    forms.retain(|form| form.len() >= SHORTEST);
+    forms
+}
+
+/// Percent-encoded text with the digits of each `%XX` in lower case.
+pub(super) fn lower_case_hex(encoded: &str) -> String {
+    let mut parts = encoded.split('%');
+    let first = parts.next().unwrap_or_default().to_owned();
+    let lower = |part: &str| {
+        let (digits, rest) = part.split_at_checked(2).unwrap_or((part, ""));
+        format!("%{}{rest}", digits.to_ascii_lowercase())
+    };
+    parts.map(lower).fold(first, |text, part| text + &part)
+}
+
+/// The letters that stand for `part` alone where `before` bytes (modulo 3) precede it, in both alphabets of RFC 4648.
+fn within_base64(part: &[u8], before: usize) -> [String; 2] {
+    let bytes: Vec<u8> = std::iter::repeat_n(0, before).chain(part.iter().copied()).collect();
+    // A letter is six bits. Those at the ends are mixed with what stands before or after.
+    let (first, last) = ((8 * before).div_ceil(6), 8 * bytes.len() / 6);
+    let cut = |text: String| text.get(first..last).unwrap_or_default().to_owned();
+    [cut(BASE64_STANDARD.encode(&bytes)), cut(BASE64_URL_SAFE.encode(&bytes))]
+}
