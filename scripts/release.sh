@@ -70,12 +70,13 @@ plugin() {
         *) fail "no release has a program for $(uname -s)" ;;
     esac
     [ "$(target/plugin/kubectl-flux --version)" = "kubectl-flux $version" ] || fail "kubectl-flux is not version $version"
-    tar -czf "$files/kubectl-flux-$version-$system-$machine.tar.gz" -C target/plugin kubectl-flux licenses man
+    # macOS's tar would pack extended attributes as files of their own.
+    COPYFILE_DISABLE=1 tar -czf "$files/kubectl-flux-$version-$system-$machine.tar.gz" -C target/plugin kubectl-flux licenses man
 }
 
 krew() { # URL
     local platform archive sum manifest=$files/flux.yaml
-    sed -e "s|REPOSITORY|${GITHUB_REPOSITORY:-OWNER/REPOSITORY}|; s|URL/|$1/|; s|VERSION|$version|" deploy/krew/flux.yaml >"$manifest"
+    sed -e '/^#/d' -e "s|REPOSITORY|${GITHUB_REPOSITORY:-OWNER/REPOSITORY}|; s|URL/|$1/|; s|VERSION|$version|" deploy/krew/flux.yaml >"$manifest"
     for platform in linux-amd64 linux-arm64 darwin-amd64 darwin-arm64; do
         archive=kubectl-flux-$version-$platform.tar.gz
         [ -f "$files/$archive" ] || fail "$files has no $archive"

@@ -102,17 +102,18 @@ impl Tools {
     async fn shadow(&self, step: &ShadowStep) -> Outcome {
         let mut outcome = Outcome::Done(None);
         for request in &step.submit {
-            // A job that is left alone by a refusal of the next one shows, and a later decision cancels it.
+            // If a later request is refused, the jobs that were submitted show, and a later decision cancels them.
             outcome = self.submit(&request.jobspec(), USED_CORES_URGENCY).await;
             if !matches!(outcome, Outcome::Done(_)) {
                 return outcome;
             }
         }
         for job in &step.cancel {
-            let canceled = self.cancel(*job, &format!("{OUR_NOTE}{}", step.why)).await;
-            // Beside a new job, an old one that is left shows too.
-            if canceled == Outcome::Lost || step.submit.is_empty() {
-                outcome = canceled;
+            match self.cancel(*job, &format!("{OUR_NOTE}{}", step.why)).await {
+                Outcome::Lost => return Outcome::Lost,
+                canceled if step.submit.is_empty() => outcome = canceled,
+                // An old job that is left beside a new one shows, and a later decision cancels it.
+                _ => {}
             }
         }
         outcome

@@ -101,7 +101,7 @@ impl Tools {
                 }
             };
             let minutes = pause.as_secs() / 60;
-            info!(namespace, why, minutes, "pods that were to make way stay, for so many minutes at least");
+            info!(namespace, why, minutes, "pods that were to make way stay, and are left alone for a while");
             return Err(Outcome::Protected(pods, pause));
         }
         Ok(())
@@ -184,7 +184,8 @@ fn permitted(budget: &PodDisruptionBudget) -> usize {
 fn refusal(victim: &Victim, error: ApiError) -> Outcome {
     match by_api_server(Err(error)) {
         Outcome::Refused(words) => {
-            warn!(victim = %victim.gang, words, "the API server does not let a gang make way: it is left alone for two hours");
+            let minutes = PROTECTED_FOR.as_secs() / 60;
+            warn!(victim = %victim.gang, words, minutes, "the API server does not let a gang make way: it is left alone for a while");
             Outcome::Protected(all_pods(&[victim]), PROTECTED_FOR)
         }
         other => other,

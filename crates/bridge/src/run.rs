@@ -331,7 +331,7 @@ impl Kubernetes {
             doubtful,
             refused: life.under_way.refused(),
             refused_ranks: life.under_way.refused_ranks(),
-            alone_ranks: life.under_way.alone_ranks(),
+            refused_together: life.under_way.refused_together(),
             protected: life.under_way.protected(Instant::now()),
             under_way: life.under_way.actions(),
         };

@@ -86,7 +86,7 @@ pub(crate) struct UnderWay {
     begun: Vec<Begun>,
     refused: BTreeMap<GangId, (String, Instant)>,
     refused_ranks: BTreeMap<Rank, Instant>,
-    alone_ranks: BTreeMap<Rank, Instant>,
+    refused_together: BTreeMap<Rank, Instant>,
     /// Until when.
     protected: BTreeMap<String, Instant>,
     /// The last placeholder pod that was refused.
@@ -127,7 +127,7 @@ impl UnderWay {
                     self.refused.insert(gang, (words, now));
                 }
                 (None, Action::Shadow(step)) => {
-                    let ranks = if step.asks_for_many() { &mut self.alone_ranks } else { &mut self.refused_ranks };
+                    let ranks = if step.asks_for_many() { &mut self.refused_together } else { &mut self.refused_ranks };
                     ranks.extend(step.ranks.iter().map(|rank| (*rank, now)));
                     self.begun.remove(at);
                 }
@@ -155,12 +155,12 @@ impl UnderWay {
 
     /// The ranks for which a shadow job was refused less than [`PAUSE`] ago.
     pub(crate) fn refused_ranks(&mut self) -> BTreeSet<Rank> {
-        recent(&mut self.refused_ranks)
+        keep_recent(&mut self.refused_ranks)
     }
 
     /// The ranks of shadow jobs for several ranks that were refused less than [`PAUSE`] ago.
-    pub(crate) fn alone_ranks(&mut self) -> BTreeSet<Rank> {
-        recent(&mut self.alone_ranks)
+    pub(crate) fn refused_together(&mut self) -> BTreeSet<Rank> {
+        keep_recent(&mut self.refused_together)
     }
 
     /// The pods that make way for none now, by uid.
@@ -182,7 +182,7 @@ impl UnderWay {
             Progress::Done(_, until) | Progress::Paused(until) => Some(until),
         });
         let refused = self.refused.values().map(|(_, at)| at);
-        let refused = refused.chain(self.refused_ranks.values()).chain(self.alone_ranks.values());
+        let refused = refused.chain(self.refused_ranks.values()).chain(self.refused_together.values());
         let refused = refused.map(|at| *at + Duration::from_millis(PAUSE.unsigned_abs()));
         begun.chain(refused).chain(self.protected.values().copied()).min()
     }
@@ -203,7 +203,7 @@ impl UnderWay {
 }
 
 /// Forgets the ranks that were refused [`PAUSE`] ago, and returns the others.
-fn recent(refused: &mut BTreeMap<Rank, Instant>) -> BTreeSet<Rank> {
+fn keep_recent(refused: &mut BTreeMap<Rank, Instant>) -> BTreeSet<Rank> {
     refused.retain(|_, at| at.elapsed() < Duration::from_millis(PAUSE.unsigned_abs()));
     refused.keys().copied().collect()
 }

@@ -24,7 +24,8 @@ const ALL_WATCH: u32 = 8;
 /// How often a candidate looks that does not watch, on average: together with the watches of its agent it sends less than a request a
 /// minute.
 pub const LOOK_EVERY: Duration = Duration::from_mins(10);
-/// Candidates that see the Lease become free at the same moment take it within this time, so that few of them ask in vain.
+/// Candidates that wait for the Lease to expire take it within this time of each other, so that few of them ask in vain. A Lease that is
+/// released is taken at once.
 const SPREAD: Duration = Duration::from_secs(1);
 
 /// What a candidate knows of its place among the others.
@@ -43,8 +44,8 @@ impl Place {
     }
 }
 
-/// How long a candidate that watches waits after the Lease's last change, if the holder promised to be silent for no longer than
-/// `left`. `chance` is between 0 and 1.
+/// How long from now until a candidate that watches takes the Lease, if the Lease does not change. `left`: until it is free. `chance` is
+/// between 0 and 1.
 pub fn take_after(left: Duration, chance: f64) -> Duration {
     left + SPREAD.mul_f64(chance)
 }
@@ -62,7 +63,7 @@ pub fn seems_silent(renewed: Option<Timestamp>, now: Timestamp) -> bool {
     renewed.is_none_or(|renewed| now.duration_since(renewed).unsigned_abs() >= GIVE_UP_AFTER)
 }
 
-/// How long a candidate waits after an attempt to look at the Lease or to take it that failed, the `failed`th in a row.
+/// How long a candidate waits after a failed attempt to look at the Lease or to take it. `failed`: how many failed in a row before it.
 pub fn after_failure(failed: u32, watches: bool, chance: f64) -> Duration {
     let longest = if watches { LEASE_DURATION } else { LOOK_EVERY };
     TRY_AGAIN.saturating_mul(1 << failed.min(10)).min(longest).mul_f64(0.5 + chance)

@@ -87,8 +87,8 @@ pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), A
     store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await
 }
 
-/// How many FluxNodes are written at once: with a few milliseconds for each, those of 5,000 nodes take seconds, and the API server's queue for
-/// all ServiceAccounts together keeps room for the agents' reports.
+/// How many FluxNodes are written at once: so many that those of 5,000 nodes are written within seconds, and so few that agents' reports
+/// still find room in the API server's queue for ServiceAccounts.
 const AT_ONCE: usize = 16;
 
 /// Writes the FluxNodes' specs that have changed. Yields each FluxNode's name and the result, in any order. The first one is written before all

@@ -53,7 +53,7 @@ pub struct World {
     /// The ranks for which a shadow job was refused less than [`PAUSE`] ago.
     pub refused_ranks: BTreeSet<Rank>,
     /// The ranks of shadow jobs for several ranks of which one was refused less than [`PAUSE`] ago: which rank's part it was is not known.
-    pub alone_ranks: BTreeSet<Rank>,
+    pub refused_together: BTreeSet<Rank>,
     /// Pods that the API server did not let go a while ago, by uid: their gangs make way for none.
     pub protected: BTreeSet<String>,
     /// Actions that were begun and whose result is not in this world yet.

@@ -291,8 +291,7 @@ async fn gathered(changes: impl Stream<Item = Change>, mut pass_on: impl FnMut(C
     }
 }
 
-/// How long further changes of `ranks` online ranks are gathered: the lead's agent reports each that it learns of, and the report
-/// names ranks.
+/// How long to gather further changes while `ranks` ranks are online: each change makes the lead's agent write a report, which names ranks.
 fn gather(ranks: usize) -> Duration {
     Duration::from_millis(ranks as u64).min(LONGEST_GATHER)
 }

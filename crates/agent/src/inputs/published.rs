@@ -22,8 +22,8 @@ use hostapi::HostView;
 
 /// Pause before a roster of a newer version is read again: all agents of an unfinished upgrade do so.
 const NEWER_AGAIN: Duration = Duration::from_secs(20);
-/// Pause before the package sets are read again while one is not published that this node needs. Once the planner wants something of
-/// this node that needs them, our FluxNode names them.
+/// Pause between reads of the package sets while one that this node needs is not published. Once the planner wants this node to fetch it,
+/// our FluxNode names it, and that ends the pause.
 const UNPUBLISHED_AGAIN: Duration = Duration::from_mins(1);
 
 /// What this agent has read of it.

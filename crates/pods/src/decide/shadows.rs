@@ -46,7 +46,7 @@ const MOST_TOGETHER: usize = 128;
 pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec<Action> {
     let (all, none) = (by_rank(round), Shadows::default());
     let is_idle = is_idle(round);
-    let mut changes = Changes::default();
+    let mut changes = ShadowChanges::default();
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
         let Account { host_jobs, gangs, other_pods, .. } = accounts.get(rank).copied().unwrap_or_default();
@@ -56,7 +56,7 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
             wanted = wanted.max(shadows.cores());
         }
         let free = target.cores.saturating_sub(host_jobs.saturating_add(gangs)).saturating_sub(shadows.allocated());
-        let may_share = may_share(round, *rank, shadows);
+        let may_share = gives_at_once(round, *rank, shadows);
         match shadows.leaves(free, may_share, round.world.drained.contains(*rank)) {
             Some(leaves) => changes.add(*rank, [leaves]),
             None => {
@@ -68,7 +68,7 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
     // A member whose Node can't be read may still have its pods.
     for (job, shadow) in round.jobs.shadows().filter(|(job, _)| job.is_active()) {
         for (rank, _) in shadow.nodes.iter().filter(|(rank, node)| !is_member(round, **rank, node)) {
-            changes.add(*rank, [Change::Set { job: job.id, cores: 0, may_share: false, why: NO_MEMBER }]);
+            changes.add(*rank, [ShadowChange::Set { job: job.id, cores: 0, may_share: false, why: NO_MEMBER }]);
         }
     }
     let steps = changes.steps(round, &all);
@@ -86,7 +86,7 @@ fn is_idle(round: &Round) -> bool {
 /// however often pods change. A rank whose job is refused is added to `given_up`, and not waited for until the recovery ends.
 pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> Again {
     let (all, none) = (by_rank(round), Shadows::default());
-    let (mut again, mut changes) = (Again::Asked, Changes::default());
+    let (mut again, mut changes) = (Again::Asked, ShadowChanges::default());
     for (rank, target) in &round.world.targets {
         let shadows = all.get(rank).unwrap_or(&none);
         let wanted = wanted_now(round, target);
@@ -101,7 +101,7 @@ pub(super) fn ask_for_all(round: &mut Round, given_up: &mut BTreeSet<Rank>) -> A
             () if !round.broker.accepts_jobs || given_up.contains(rank) => {}
             () => {
                 again = Again::Submitting;
-                let may_share = may_share(round, *rank, shadows);
+                let may_share = gives_at_once(round, *rank, shadows);
                 changes.add(*rank, [shadows.ask_for_more(wanted - shadows.pending(), may_share)]);
             }
         }
@@ -149,8 +149,8 @@ fn is_member(round: &Round, rank: Rank, node: &str) -> bool {
 }
 
 /// Flux gives out cores of the rank at once if they are free, as far as is known.
-fn may_share(round: &Round, rank: Rank, shadows: &Shadows) -> bool {
-    round.world.available.contains(rank) && !round.world.alone_ranks.contains(&rank) && !shadows.is_alone
+fn gives_at_once(round: &Round, rank: Rank, shadows: &Shadows) -> bool {
+    round.world.available.contains(rank) && !round.world.refused_together.contains(&rank) && !shadows.shared_job_ended
 }
 
 /// Those of the steps that may begin now.
@@ -221,7 +221,7 @@ struct Shadows<'a> {
     /// Until when none is submitted, because Flux has ended one.
     paused_until: Option<Moment>,
     /// Flux has ended one that was for other ranks too: which of them it could not have is not known.
-    is_alone: bool,
+    shared_job_ended: bool,
     /// A pin waits for cores of the rank.
     pin_waits: bool,
 }
@@ -258,7 +258,7 @@ fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
                 of_rank.jobs.push(OfRank { job, is_shared, cores, is_pending });
             } else if let Some(pause) = pause(round, job, shadow) {
                 match is_shared {
-                    true => of_rank.is_alone = true,
+                    true => of_rank.shared_job_ended = true,
                     false => of_rank.paused_until = of_rank.paused_until.max(Some(pause)),
                 }
             }
@@ -307,11 +307,11 @@ impl<'a> Shadows<'a> {
     /// If the rank shares a job with others and has to leave it, the rank gets a job for itself. One that can't give its cores now would keep
     /// the others from giving theirs; and the planner may be about to take a rank that is drained out of the instance: the scheduler would end
     /// the job of all. `free`, `may_share`: see [`Self::changes`].
-    fn leaves(&self, free: u32, may_share: bool, is_drained: bool) -> Option<Change> {
+    fn leaves(&self, free: u32, may_share: bool, is_drained: bool) -> Option<ShadowChange> {
         let shared = self.jobs.iter().filter(|job| job.is_shared);
         let mut leaves = shared.filter(|job| if job.is_pending { job.cores > free || !may_share } else { is_drained });
         let OfRank { job, cores, .. } = leaves.next()?;
-        Some(Change::Set { job: job.id, cores: *cores, may_share: false, why: ALONE })
+        Some(ShadowChange::Set { job: job.id, cores: *cores, may_share: false, why: ALONE })
     }
 
     /// What comes free on the rank goes to the job that is submitted next, `but` for one job: no other job of the highest urgency waits there.
@@ -320,8 +320,9 @@ impl<'a> Shadows<'a> {
     }
 
     /// What makes them hold `wanted` cores. `free`: how many cores of the rank no job holds.
-    /// `may_merge`: nobody else would get their cores meanwhile. `may_share`: see [`may_share`].
-    fn changes(&self, wanted: u32, free: u32, may_merge: bool, may_share: bool) -> Vec<Change> {
+    /// `may_merge`: nobody else would get their cores meanwhile. `may_share`: a job that is submitted now gets cores of this
+    /// rank that are free at once, so it may be for other ranks, too.
+    fn changes(&self, wanted: u32, free: u32, may_merge: bool, may_share: bool) -> Vec<ShadowChange> {
         match wanted.checked_sub(self.cores()) {
             Some(0) if self.pending() > 0 => self.split(free),
             Some(0) if may_merge => self.merge().into_iter().collect(),
@@ -332,50 +333,53 @@ impl<'a> Shadows<'a> {
     }
 
     /// Asks for `more` cores: for what is free by one job, and for the rest in parts.
-    fn grow(&self, more: u32, free: u32, may_share: bool) -> Vec<Change> {
+    fn grow(&self, more: u32, free: u32, may_share: bool) -> Vec<ShadowChange> {
         let at_once = more.min(free);
-        let of_free = (at_once > 0).then_some(Change::Ask { cores: at_once, may_share });
+        let of_free = (at_once > 0).then_some(ShadowChange::Ask { cores: at_once, may_share });
         let places = MOST_WAITING.saturating_sub(self.waiting().count());
         let rest = match more - at_once {
             0 => Vec::new(),
             rest if places == 0 => vec![self.ask_for_more(rest, false)],
-            rest => parts(rest, places).into_iter().map(|cores| Change::Ask { cores, may_share: false }).collect(),
+            rest => {
+                parts(rest, places).into_iter().map(|cores| ShadowChange::Ask { cores, may_share: false }).collect()
+            }
         };
         of_free.into_iter().chain(rest).collect()
     }
 
     /// Asks for `more` cores by one job, in the place of another one if many wait.
-    fn ask_for_more(&self, more: u32, may_share: bool) -> Change {
+    fn ask_for_more(&self, more: u32, may_share: bool) -> ShadowChange {
         let largest = self.waiting().max_by_key(|job| job.cores);
         match largest.filter(|_| self.waiting().count() >= MOST_WAITING) {
             Some(OfRank { job, cores, .. }) => {
-                Change::Set { job: job.id, cores: cores.saturating_add(more), may_share: false, why: MORE }
+                ShadowChange::Set { job: job.id, cores: cores.saturating_add(more), may_share: false, why: MORE }
             }
-            None => Change::Ask { cores: more, may_share },
+            None => ShadowChange::Ask { cores: more, may_share },
         }
     }
 
     /// Replaces many jobs by one, because a scheduler that is reloaded takes back each job by itself. Only while nobody waits: the cores
     /// come free one after another, and a smaller job could be planned for them.
-    fn merge(&self) -> Option<Change> {
+    fn merge(&self) -> Option<ShadowChange> {
         let own: Vec<_> = self.jobs.iter().filter(|job| !job.is_shared).collect();
         let cores = sum(own.iter().copied());
-        (own.len() > MOST_RUNNING).then(|| Change::Merge { jobs: own.iter().map(|job| job.job.id).collect(), cores })
+        (own.len() > MOST_RUNNING)
+            .then(|| ShadowChange::Merge { jobs: own.iter().map(|job| job.job.id).collect(), cores })
     }
 
     /// If all jobs that wait are larger than what is free, because others were faster: takes what is free.
-    fn split(&self, free: u32) -> Vec<Change> {
+    fn split(&self, free: u32) -> Vec<ShadowChange> {
         match self.waiting().min_by_key(|job| job.cores) {
             Some(OfRank { job, cores, .. }) if (1..*cores).contains(&free) => vec![
-                Change::Ask { cores: free, may_share: false },
-                Change::Set { job: job.id, cores: cores - free, may_share: false, why: IN_PARTS },
+                ShadowChange::Ask { cores: free, may_share: false },
+                ShadowChange::Set { job: job.id, cores: cores - free, may_share: false, why: IN_PARTS },
             ],
             _ => Vec::new(),
         }
     }
 
     /// Gives up `excess` cores: those first that are waited for.
-    fn shrink(&self, mut excess: u32, may_share: bool) -> Vec<Change> {
+    fn shrink(&self, mut excess: u32, may_share: bool) -> Vec<ShadowChange> {
         let mut changes = Vec::new();
         for is_pending in [true, false] {
             let mut jobs: Vec<OfRank<'a>> =
@@ -386,13 +390,13 @@ impl<'a> Shadows<'a> {
             for OfRank { job, cores, .. } in jobs {
                 if cores <= excess {
                     excess -= cores;
-                    changes.push(Change::Set { job: job.id, cores: 0, may_share, why: FEWER });
+                    changes.push(ShadowChange::Set { job: job.id, cores: 0, may_share, why: FEWER });
                 } else {
                     larger = Some((job.id, cores));
                 }
             }
             if let Some((job, cores)) = larger.filter(|_| excess > 0) {
-                changes.push(Change::Set { job, cores: cores - excess, may_share, why: FEWER });
+                changes.push(ShadowChange::Set { job, cores: cores - excess, may_share, why: FEWER });
                 excess = 0;
             }
         }
@@ -402,7 +406,7 @@ impl<'a> Shadows<'a> {
 
 /// What is to become of the shadow jobs of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Change {
+enum ShadowChange {
     /// One more job, for so many cores. `may_share`: also for other ranks.
     Ask { cores: u32, may_share: bool },
     /// This job is to hold so many cores of the rank, or none. `may_share`: if it is another job then, also for other ranks.
@@ -413,51 +417,63 @@ enum Change {
 
 /// What is to become of the shadow jobs of all ranks.
 #[derive(Default)]
-struct Changes(Vec<(Rank, Change)>);
+struct ShadowChanges(Vec<(Rank, ShadowChange)>);
 
-impl Changes {
-    fn add(&mut self, rank: Rank, changes: impl IntoIterator<Item = Change>) {
+impl ShadowChanges {
+    fn add(&mut self, rank: Rank, changes: impl IntoIterator<Item = ShadowChange>) {
         self.0.extend(changes.into_iter().map(|change| (rank, change)));
     }
 
     /// The steps to all of it. A job that is set to something else on one of its ranks is exchanged for others on all of them.
     fn steps(self, round: &Round, all: &BTreeMap<Rank, Shadows>) -> Vec<ShadowStep> {
         let (mut asked, mut steps) = (Vec::new(), Vec::new());
-        let mut set: BTreeMap<JobId, (BTreeMap<Rank, Wish>, &'static str)> = BTreeMap::new();
+        let mut set: BTreeMap<JobId, Exchange> = BTreeMap::new();
         let node = |rank| round.world.targets.get(&rank).map(|target| target.node.clone()).unwrap_or_default();
         for (rank, change) in self.0 {
             match change {
-                Change::Ask { cores, may_share } => asked.push(Wish { rank, node: node(rank), cores, may_share }),
-                Change::Merge { jobs, cores } => {
-                    let wish = Wish { rank, node: node(rank), cores, may_share: false };
-                    steps.push(step(requests(round, vec![wish]), jobs, MERGED));
+                ShadowChange::Ask { cores, may_share } => {
+                    asked.push(Holding { rank, node: node(rank), cores, may_share });
                 }
-                Change::Set { job, cores, may_share, why } => {
-                    let wish = Wish { rank, node: node(rank), cores, may_share };
-                    set.entry(job).or_insert_with(|| (BTreeMap::new(), why)).0.insert(rank, wish);
+                ShadowChange::Merge { jobs, cores } => {
+                    let one = Holding { rank, node: node(rank), cores, may_share: false };
+                    steps.push(step(requests(round, vec![one]), jobs, MERGED));
+                }
+                ShadowChange::Set { job, cores, may_share, why } => {
+                    let exchange = set.entry(job).or_insert_with(|| Exchange { why, holdings: BTreeMap::new() });
+                    exchange.holdings.insert(rank, (cores, may_share));
                 }
             }
         }
         steps.extend(requests(round, asked).into_iter().map(|request| step(vec![request], Vec::new(), MORE)));
         for (job, shadow) in round.jobs.shadows() {
-            let Some((mut changed, why)) = set.remove(&job.id) else { continue };
-            let wishes = shadow.nodes.iter().map(|(rank, node)| {
-                // Else a job that waits there would get what comes free, and this one would keep the cores of its other ranks from being held.
-                let is_free_for = |shadows| may_share(round, *rank, shadows) && shadows.is_next(Some(job.id));
-                let may_share = all.get(rank).is_some_and(is_free_for);
-                let as_before = Wish { rank: *rank, node: node.clone(), cores: shadow.cores, may_share };
-                changed.remove(rank).map_or(as_before, |wish| Wish { node: node.clone(), ..wish })
+            let Some(Exchange { why, holdings: changed }) = set.get(&job.id) else { continue };
+            let holdings = shadow.nodes.iter().map(|(rank, node)| {
+                let as_before = || {
+                    // Else a job that waits there would get what comes free, and this one would keep the cores of its other ranks from
+                    // being held.
+                    let is_free_for = |shadows| gives_at_once(round, *rank, shadows) && shadows.is_next(Some(job.id));
+                    (shadow.cores, all.get(rank).is_some_and(is_free_for))
+                };
+                let (cores, may_share) = changed.get(rank).copied().unwrap_or_else(as_before);
+                Holding { rank: *rank, node: node.clone(), cores, may_share }
             });
-            let mut step = step(requests(round, wishes.collect()), vec![job.id], why);
-            step.ranks.extend(shadow.nodes.keys());
-            steps.push(step);
+            let mut exchange = step(requests(round, holdings.collect()), vec![job.id], why);
+            exchange.ranks.extend(shadow.nodes.keys());
+            steps.push(exchange);
         }
         steps
     }
 }
 
+/// A shadow job that others take the place of.
+struct Exchange {
+    why: &'static str,
+    /// On the ranks that change: how many cores, and whether the job for them may be for other ranks, too.
+    holdings: BTreeMap<Rank, (u32, bool)>,
+}
+
 /// What jobs that are submitted are to hold of a rank.
-struct Wish {
+struct Holding {
     rank: Rank,
     node: String,
     cores: u32,
@@ -471,9 +487,9 @@ fn step(submit: Vec<ShadowRequest>, cancel: Vec<JobId>, why: &'static str) -> Sh
 }
 
 /// The jobs that hold it all, as few as possible, in the order in which they are to be submitted.
-fn requests(round: &Round, wishes: Vec<Wish>) -> Vec<ShadowRequest> {
+fn requests(round: &Round, holdings: Vec<Holding>) -> Vec<ShadowRequest> {
     let (mut alone, mut alike): (Vec<_>, BTreeMap<u32, Vec<_>>) = (Vec::new(), BTreeMap::new());
-    for Wish { rank, node, cores, may_share } in wishes.into_iter().filter(|wish| wish.cores > 0) {
+    for Holding { rank, node, cores, may_share } in holdings.into_iter().filter(|holding| holding.cores > 0) {
         match may_share {
             true => alike.entry(cores).or_default().push((rank, node)),
             false => alone.push((cores, vec![(rank, node)])),

@@ -152,7 +152,7 @@ fn a_shared_job_that_flux_refuses_is_submitted_again_rank_by_rank_at_once() {
     for is_refused_at_once in [false, true] {
         let mut bed = Bed::new(&[4; 3]);
         if is_refused_at_once {
-            bed.seen.alone_ranks = [0, 1, 2].into();
+            bed.seen.refused_together = [0, 1, 2].into();
         }
         bed.create((0..3).map(|node| web_on(node, 2500)));
         bed.settle();
