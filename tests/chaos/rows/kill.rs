@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use cluster::lease_rules::LEASE_DURATION;
 use nix::sys::signal::Signal;
 
 use super::{DEEP, Row, SELDOM, row};
@@ -49,7 +50,7 @@ pub fn rows() -> Vec<Row> {
         row("SIGSTOP of the planner", |scene| {
             let planner = scene.cluster.planner();
             let pid = scene.agents()[&planner].pid;
-            let pause = scene.dice.time(Duration::from_secs(8), Duration::from_secs(20));
+            let pause = scene.dice.time(LEASE_DURATION + Duration::from_secs(3), LEASE_DURATION * 2);
             scene.stop_for(&[pid], pause);
             assert_ne!(scene.cluster.planner(), planner, "no other planner has taken over");
             Hit::none()
