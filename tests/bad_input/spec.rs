@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
-use api::{ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstance, INSTANCE, InstancePhase, NAMESPACE, NodePhase};
+use api::{
+    ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstance, FluxInstanceSpec, INSTANCE, InstancePhase, NAMESPACE,
+    NodePhase,
+};
 use k8s_openapi::{
     api::core::v1::ConfigMap,
     apiextensions_apiserver::pkg::apis::apiextensions::v1::{CustomResourceDefinition, ValidationRule},
 };
 use kube::{
-    Api, CustomResourceExt,
-    api::{Patch, PatchParams, PostParams},
+    Api, CustomResourceExt, ResourceExt,
+    api::{DeleteParams, Patch, PatchParams, PostParams},
     runtime::wait::await_condition,
 };
 use serde_json::{Value, json};
@@ -93,11 +96,15 @@ async fn set_default(case: &Case, text: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_invalid_first_spec_is_an_event_until_it_is_corrected() {
     let Some(case) = Case::on(1).await else { return };
-    for (text, words) in [
+    let wrong = [
         ("topology: ring", "spec.yaml can't be served: line 1: spec.topology: "),
         ("# how many\nsize: many", "spec.yaml can't be served: line 2: spec.size: must be of type integer"),
         ("{", "is not YAML: "),
-    ] {
+    ];
+    set_default(&case, wrong[0].0).await;
+    // The apply starts the agents, too. One that runs already, beside nothing, looks for a default once a minute only.
+    case.restart_agent("node1").await;
+    for (text, words) in wrong {
         set_default(&case, text).await;
         case.warned("ConfigMap/flux-default", words).await;
         assert!(case.api::<FluxInstance>().get_opt(INSTANCE).await.unwrap().is_none());
@@ -105,6 +112,32 @@ async fn an_invalid_first_spec_is_an_event_until_it_is_corrected() {
     }
     set_default(&case, &no_nodes().to_string()).await;
     case.instance_says("no eligible node").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_default_that_is_applied_while_the_instance_is_being_deleted_is_used_afterwards() {
+    let Some(case) = Case::on(1).await else { return };
+    case.create(no_nodes()).await;
+    case.instance_says("no eligible node").await;
+    let instances = case.api::<FluxInstance>();
+    let hold = async |finalizers: Value| {
+        let patch = Patch::Merge(json!({"metadata": {"finalizers": finalizers}}));
+        instances.patch(INSTANCE, &PatchParams::default(), &patch).await.unwrap();
+    };
+    hold(json!(["example.com/held"])).await;
+    instances.delete(INSTANCE, &DeleteParams::default()).await.unwrap();
+    set_default(&case, &no_nodes().to_string()).await;
+    // Two whole rounds of the planner.
+    for name in ["another", "one-more"] {
+        let other = FluxInstance::new(name, FluxInstanceSpec::default());
+        instances.create(&PostParams::default(), &other).await.unwrap();
+        let ignored = |other: &FluxInstance| other.status.as_ref().is_some_and(|s| s.phase == InstancePhase::Ignored);
+        case.until(name, "ignored", ignored).await;
+        instances.delete(name, &DeleteParams::default()).await.unwrap();
+    }
+    let deleted = instances.get(INSTANCE).await.unwrap().uid();
+    hold(json!([])).await;
+    case.until(INSTANCE, "made anew", |flux: &FluxInstance| flux.uid() != deleted).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -73,7 +73,11 @@ impl Announcer {
         let recorder = self.recorders.entry(note.to_owned()).or_insert_with(fresh);
         match super::call("publish an Event", recorder.publish(&event(warning, reason, note), about)).await {
             Ok(()) => self.last = Some(event_id),
-            Err(error) => debug!(%error, "can't publish an Event"),
+            Err(error) => {
+                // The Event that a recorder would count on may be deleted: only a new one can be made then.
+                self.recorders.remove(note);
+                debug!(%error, "can't publish an Event");
+            }
         }
     }
 }

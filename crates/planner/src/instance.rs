@@ -18,23 +18,27 @@ use model::{conditions::ConditionValue, read::read_default};
 /// Creates the first FluxInstance from ConfigMap `flux-default`, once. The manifest can't hold the FluxInstance itself,
 /// because `kubectl apply` refuses an object whose CRD is new in the same file.
 ///
-/// `existing` is the present FluxInstance. Call this in every round, even if there is one: a ConfigMap that was created
-/// again has no mark yet, and without the mark the FluxInstance would come back as soon as a user deletes it.
+/// Call this even if there is a FluxInstance: a ConfigMap that was created again has no mark yet, and without the mark the FluxInstance
+/// would come back as soon as a user deletes it. One that is being deleted uses up no default: it is made anew once that one is gone.
+///
+/// Returns whether nothing is left to be done until the ConfigMap changes.
 ///
 /// # Errors
 /// If a call to the API server fails; [`ApiError::Content`] if the ConfigMap has no valid spec.
-pub async fn ensure(client: &Client, existing: Option<&FluxInstance>) -> Result<(), ApiError> {
+pub async fn ensure(client: &Client) -> Result<bool, ApiError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
-    let Some(map) = call("get ConfigMap flux-default", maps.get_opt(CONFIGMAP_DEFAULT)).await? else { return Ok(()) };
+    let Some(map) = call("get ConfigMap flux-default", maps.get_opt(CONFIGMAP_DEFAULT)).await? else { return Ok(true) };
     if map.annotations().contains_key(ANNOTATION_CONSUMED) {
-        return Ok(());
+        return Ok(true);
     }
-    let uid = match existing {
+    let instances: Api<FluxInstance> = Api::namespaced(client.clone(), NAMESPACE);
+    // Asked, not looked up: the caches may still hold one that was deleted before the ConfigMap was applied.
+    let uid = match call("get FluxInstance flux", instances.get_opt(INSTANCE)).await? {
+        Some(instance) if instance.metadata.deletion_timestamp.is_some() => return Ok(false),
         Some(instance) => instance.uid(),
         None => {
             let text = map.data.as_ref().and_then(|data| data.get(CONFIGMAP_DEFAULT_KEY)).map_or("{}", String::as_str);
             let spec = parse_default(text)?;
-            let instances: Api<FluxInstance> = Api::namespaced(client.clone(), NAMESPACE);
             let (params, flux) = (PostParams::default(), FluxInstance::new(INSTANCE, spec));
             info!("creating the FluxInstance from ConfigMap flux-default");
             call("create FluxInstance flux", instances.create(&params, &flux)).await?.uid()
@@ -44,7 +48,7 @@ pub async fn ensure(client: &Client, existing: Option<&FluxInstance>) -> Result<
     // adds the mark.
     let patch = json!({"metadata": {"annotations": {ANNOTATION_CONSUMED: uid.unwrap_or_default()}}});
     let (params, patch) = (patch_params(), Patch::Merge(patch));
-    call("mark ConfigMap flux-default", maps.patch(CONFIGMAP_DEFAULT, &params, &patch)).await.map(drop)
+    call("mark ConfigMap flux-default", maps.patch(CONFIGMAP_DEFAULT, &params, &patch)).await.map(|_| true)
 }
 
 /// A reference to ConfigMap `flux-default`, for an Event about it.

@@ -180,8 +180,7 @@ impl Planner {
         }
         let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
         let version = self.versions.of(CONFIGMAP_DEFAULT);
-        if self.no_default.at(&version).is_none() {
-            instance::ensure(&self.client, flux.map(AsRef::as_ref)).await?;
+        if self.no_default.at(&version).is_none() && instance::ensure(&self.client).await? {
             // If it has just been marked, it has another version by now.
             self.no_default.keep(version, ());
         }
