@@ -95,6 +95,9 @@ class Cluster:
     def instance(self):
         return json.loads(ours("get", "fluxinstance", "flux", "-o", "json"))
 
+    def set(self, **spec):
+        ours("patch", "fluxinstance", "flux", "--type=merge", "-p", json.dumps({"spec": spec}))
+
     def flux(self, *words):
         """On the lead: a follower's view of a job's events may stay behind under load."""
         lead = self.instance()["status"]["lead"]

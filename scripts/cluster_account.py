@@ -148,7 +148,7 @@ class Account(PodCluster):
     def change(self, number):
         """Something that changes what pods or jobs use."""
         some = lambda most: random.randint(0, most)
-        kind = random.choice(["web", "web", "service", "gang", "host", "daemons", "cordon", "forced"])
+        kind = random.choice(["web", "web", "service", "gang", "host", "daemons", "cordon", "forced", "size"])
         if kind == "web":
             self.web(some(self.room))
         elif kind == "service":
@@ -162,6 +162,8 @@ class Account(PodCluster):
         elif kind == "cordon":
             node = random.choice(self.nodes)
             kubectl(random.choice(["cordon", "uncordon"]), node)
+        elif kind == "size":
+            self.set(size=random.choice([None, len(self.nodes) - 1]))
         elif pods := [name for name in self.running() if name.startswith("web-")]:
             kubectl("delete", "pod", random.choice(pods), "--grace-period=0", "--force")
 
@@ -224,6 +226,8 @@ class Account(PodCluster):
         if overlaps["untold"]:
             raise Wrong(f"an overlap was not reported within 5 s: {dict(overlaps)}")
         kubectl("uncordon", *self.nodes)
+        self.set(size=None)
+        self.all_online()
         kubectl("delete", "daemonset", "--all")
         kubectl("delete", "deployments,pods", "--all")
         until("nothing held", lambda: self.held() == 0 or self.flux("jobs"), 60)

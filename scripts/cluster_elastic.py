@@ -26,9 +26,6 @@ class Elastic(Cluster):
         self.set(size=None)
         self.all_online()
 
-    def set(self, **spec):
-        ours("patch", "fluxinstance", "flux", "--type=merge", "-p", json.dumps({"spec": spec}))
-
     def scale(self, size):
         ours("scale", "fluxinstance/flux", f"--replicas={size}")
 

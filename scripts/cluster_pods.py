@@ -256,9 +256,9 @@ class Pods(PodCluster):
             for number in range(3 * self.room):
                 self.gang(f"short{number}", 2, str(random.randint(1, 3)))
                 if number == self.room:
-                    self.set(None)
+                    self.set(size=None)
         finally:
-            self.set(None)
+            self.set(size=None)
         until("all gangs done", lambda: self.are_done("short") or list(self.running()), 300)
         self.controller("Deployment", "service", self.room)
         self.have_own_cores(self.room)
@@ -442,7 +442,7 @@ class Pods(PodCluster):
         size = max(1, max(ranks[node] for node in on_nodes))
 
         try:
-            self.set(size)
+            self.set(size=size)
             time.sleep(5)
             if self.size() == size:
                 raise Wrong("a member has left under a gang")
@@ -450,17 +450,14 @@ class Pods(PodCluster):
             kubectl("delete", "pod", "gang-0", "gang-1")
             before = {name: pod for name, pod in before.items() if not name.startswith("gang")}
             until_is(size, "that size", self.size)
-            self.set(1)
+            self.set(size=1)
             until_is(1, "that size", self.size)
             self.run_on(before)
         finally:
-            self.set(None)
+            self.set(size=None)
 
     def size(self):
         return self.instance()["status"]["size"]
-
-    def set(self, size):
-        ours("patch", "fluxinstance", "flux", "--type=merge", "-p", json.dumps({"spec": {"size": size}}))
 
     def uninstalled(self):
         """Beside a service that never ends; and what is installed next holds its cores again."""
