@@ -25,6 +25,7 @@ use k8s_openapi::{
 };
 use model::{
     eligibility::PROTECTING,
+    labels::WRITTEN,
     read::{read, read_instance},
 };
 use pods::{placeholder, pod::PodView};
@@ -116,8 +117,8 @@ fn the_roles_are_bound_to_the_account_that_the_pods_run_as() {
     for name in own.into_iter().chain([ANNOTATION_PROTECTS]).chain(PROTECTING) {
         assert!(policies.iter().any(|policy| policy.contains(&format!("'{name}'"))), "{name}");
     }
-    // Each annotation that an agent writes is permitted by the policy of its kind, and by the one about managers.
-    for name in [ANNOTATION_PROTECTS, ANNOTATION_CONSUMED].into_iter().chain(PROTECTING) {
+    // Each annotation and label that an agent writes onto what has other owners is permitted by the policy of its kind, and by the one about managers.
+    for name in [ANNOTATION_PROTECTS, ANNOTATION_CONSUMED].into_iter().chain(PROTECTING).chain(WRITTEN) {
         assert_eq!(policies.iter().filter(|policy| policy.contains(name)).count(), 2, "{name}");
     }
 }

@@ -2,7 +2,7 @@
 
 use api::{
     ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance,
-    FluxNode, FluxNodeSpec, INSTANCE, NAMESPACE, NodePhase, SECRET_CURVE,
+    FluxNode, FluxNodeSpec, INSTANCE, LABEL_LEAD, LABEL_ONLINE, LABEL_RANK, NAMESPACE, NodePhase, SECRET_CURVE,
 };
 use cluster::patch_params;
 use k8s_openapi::api::{
@@ -88,7 +88,7 @@ async fn token(case: &Case, spec: TokenRequestSpec) -> Client {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agents_token_can_change_only_the_autoscaler_annotations_of_a_node() {
+async fn an_agents_token_can_change_only_our_annotations_and_labels_of_a_node() {
     let Some(case) = Case::with_api(1, "real").await else { return };
     let all = Api::<Node>::all(case.client.clone());
     let own = Api::<Node>::all(agent(&case).await);
@@ -151,6 +151,17 @@ async fn an_agents_token_can_change_only_the_autoscaler_annotations_of_a_node() 
     assert_eq!(patch(marks).await.unwrap().annotations().len(), before.annotations().len() + 3);
     let marks = json!({"metadata": {"annotations": {first: null, second: null, ANNOTATION_PROTECTS: null}}});
     assert_eq!(patch(marks).await.unwrap().annotations(), before.annotations());
+    let ours = [LABEL_RANK, LABEL_LEAD, LABEL_ONLINE];
+    let labels = |value: Value| {
+        let labels: serde_json::Map<_, _> = ours.map(|key| (key.to_owned(), value.clone())).into_iter().collect();
+        json!({"metadata": {"labels": labels}})
+    };
+    for value in ["true", "false"] {
+        assert_eq!(patch(labels(json!(value))).await.unwrap().labels().len(), before.labels().len() + 3);
+    }
+    let mixed = json!({"metadata": {"labels": {LABEL_LEAD: "true", "example.org/pool": null}}});
+    assert!(matches!(&patch(mixed).await, Err(kube::Error::Api(status)) if status.code == 403));
+    assert_eq!(patch(labels(Value::Null)).await.unwrap().labels(), before.labels());
 }
 
 #[tokio::test(flavor = "multi_thread")]

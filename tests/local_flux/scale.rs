@@ -1,8 +1,8 @@
-//! A smaller and a larger instance, and the annotations for autoscalers.
+//! A smaller and a larger instance, and what Nodes say of it: annotations for autoscalers, and labels.
 
 use std::collections::BTreeMap;
 
-use api::{ANNOTATION_PROTECTS, FluxInstance, INSTANCE};
+use api::{ANNOTATION_PROTECTS, FluxInstance, INSTANCE, LABEL_LEAD, LABEL_ONLINE, LABEL_RANK};
 use k8s_openapi::api::core::v1::{Event, Node};
 use kube::{
     Api, ResourceExt,
@@ -111,6 +111,39 @@ fn annotations(cluster: &Cluster, node: &str) -> BTreeMap<String, String> {
     let ours = |key: &String| PROTECTING.contains(&key.as_str()) || key == ANNOTATION_PROTECTS;
     let node = cluster.wait(Api::<Node>::all(cluster.client()).get(node)).unwrap();
     node.annotations().iter().filter(|(key, _)| ours(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+/// What the labels say of a Node: rank, lead, online.
+fn labels(cluster: &Cluster, node: &str) -> [Option<String>; 3] {
+    let node = cluster.wait(Api::<Node>::all(cluster.client()).get(node)).unwrap();
+    [LABEL_RANK, LABEL_LEAD, LABEL_ONLINE].map(|key| node.labels().get(key).cloned())
+}
+
+#[test]
+fn the_nodes_of_members_carry_labels_while_the_spec_says_so() {
+    let Some(cluster) = Cluster::up(2, &[]) else { return };
+    let of = |rank: &str, lead: bool| [Some(rank.to_owned()), lead.then(|| "true".to_owned()), Some("true".to_owned())];
+    let none = [None, None, None];
+    let [lead, other] = [0, 1].map(|rank| cluster.holder(rank));
+    let say = |what: &str, node: &str, wanted: &[Option<String>; 3]| {
+        cluster.until(what, || (labels(&cluster, node) == *wanted).then_some(()));
+    };
+    assert_eq!(labels(&cluster, &lead), none, "not by default");
+    cluster.patch(json!({"spec": {"nodes": {"label": true}}}));
+    say("the lead's labels", &lead, &of("0", true));
+    say("the other's labels", &other, &of("1", false));
+    cluster.patch(json!({"spec": {"size": 1}}));
+    say("no labels of a node that has left", &other, &none);
+    cluster.patch(json!({"spec": {"size": 2}}));
+    say("labels of a node that is back", &other, &of("1", false));
+    cluster.patch(json!({"spec": {"nodes": {"label": false}}}));
+    say("no labels", &lead, &none);
+    say("no labels", &other, &none);
+    cluster.patch(json!({"spec": {"nodes": {"label": true}}}));
+    say("labels again", &other, &of("1", false));
+    cluster.wait(cluster.api::<FluxInstance>().delete(INSTANCE, &kube::api::DeleteParams::default())).unwrap();
+    say("no labels at the end", &lead, &none);
+    say("no labels at the end", &other, &none);
 }
 
 #[test]

@@ -130,6 +130,11 @@ pub struct Nodes {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(transform = toleration_words)]
     pub tolerations: Vec<Toleration>,
+    /// Label the Nodes of members, so that pods can select them: `distribute.flux-framework.org/rank` is the rank,
+    /// `distribute.flux-framework.org/online` is `true` or `false`, `distribute.flux-framework.org/lead` is `true` on rank 0's Node alone.
+    /// Default: false.
+    #[serde(default)]
+    pub label: bool,
 }
 
 /// Settings of the brokers.

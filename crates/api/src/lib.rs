@@ -64,6 +64,12 @@ pub const ANNOTATION_CONSUMED: &str = "distribute.flux-framework.org/consumed-by
 pub const ANNOTATION_RESTART: &str = "distribute.flux-framework.org/restart";
 /// Annotation on Nodes: which of the annotations that keep autoscalers away are ours, by name, with commas between.
 pub const ANNOTATION_PROTECTS: &str = "distribute.flux-framework.org/protects";
+/// Label on the Nodes of members: the rank. Written if `spec.nodes.label` is set, like the next two.
+pub const LABEL_RANK: &str = "distribute.flux-framework.org/rank";
+/// Label on the Node of rank 0, with value `true`.
+pub const LABEL_LEAD: &str = "distribute.flux-framework.org/lead";
+/// Label on the Nodes of members: `true` while the broker is online, otherwise `false`.
+pub const LABEL_ONLINE: &str = "distribute.flux-framework.org/online";
 /// ConfigMap with the [`Roster`].
 pub const CONFIGMAP_ROSTER: &str = "flux-roster";
 /// Key in [`CONFIGMAP_ROSTER`] that holds the roster as JSON.

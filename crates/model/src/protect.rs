@@ -9,7 +9,7 @@ use super::{
     eligibility::{NodeView, PROTECTING},
     members::{NodeIndex, Planned},
 };
-use crate::{observed::Observed, tree::topology};
+use crate::{marks::NodeChange, observed::Observed, tree::topology};
 use api::{ANNOTATION_PROTECTS, FluxNodeStatus, Rank, RunningJobs};
 
 /// The value of each of [`PROTECTING`].
@@ -17,17 +17,6 @@ const PROTECTED: &str = "true";
 /// How long a node must be without a job before its annotations are removed, in seconds. Jobs may come and go each
 /// second; autoscalers take minutes.
 const REST_SECS: i64 = 60;
-
-/// A change of one Node's annotations.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AnnotationChange {
-    /// The Node's name.
-    pub node: String,
-    /// Its uid.
-    pub uid: String,
-    /// The new value of each annotation; None removes it.
-    pub annotations: BTreeMap<String, Option<String>>,
-}
 
 /// What the planner remembers from round to round. If it is lost, nodes only keep their annotations a little longer.
 #[derive(Debug, Clone, Default)]
@@ -41,7 +30,7 @@ pub struct Protection {
 impl Protection {
     /// The changes while there is an instance. None while its lead is offline, because then it is unknown where jobs
     /// run.
-    pub fn changes(&mut self, seen: &Observed, planned: Option<&Planned>) -> Vec<AnnotationChange> {
+    pub fn changes(&mut self, seen: &Observed, planned: Option<&Planned>) -> Vec<NodeChange> {
         self.running_jobs = seen.spec.uninstall.running_jobs.clone();
         if !seen.spec.autoscaling.protect {
             return seen.nodes.iter().filter_map(unprotect).collect();
@@ -72,7 +61,7 @@ impl Protection {
 
     /// The changes once the instance is being deleted: removes all of the planner's annotations, except on hosts whose
     /// brokers keep running until their jobs end.
-    pub fn at_the_end(&self, nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<AnnotationChange> {
+    pub fn at_the_end(&self, nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<NodeChange> {
         let runs = |report: &FluxNodeStatus| report.adopted.is_some();
         let lead = reports.values().find(|report| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0));
         let are_jobs_left = lead.is_some_and(|lead| lead.ranks_of_host_jobs().is_none_or(|ranks| !ranks.is_empty()));
@@ -96,7 +85,7 @@ fn needed(Planned { roster, members }: &Planned) -> Option<BTreeSet<Rank>> {
     Some(needed)
 }
 
-fn protect(node: &NodeView) -> Option<AnnotationChange> {
+fn protect(node: &NodeView) -> Option<NodeChange> {
     let missing = PROTECTING.iter().copied().filter(|key| !node.annotations.contains_key(*key));
     let missing: Vec<_> = missing.collect();
     let mut annotations: BTreeMap<_, _> =
@@ -107,7 +96,7 @@ fn protect(node: &NodeView) -> Option<AnnotationChange> {
     (!missing.is_empty()).then(|| change(node, annotations))
 }
 
-fn unprotect(node: &NodeView) -> Option<AnnotationChange> {
+fn unprotect(node: &NodeView) -> Option<NodeChange> {
     node.annotations.get(ANNOTATION_PROTECTS)?;
     // If the value differs from what the planner wrote, another writer has changed it: leave it.
     let ours = PROTECTING
@@ -121,8 +110,8 @@ fn is_ours(node: &NodeView, key: &str) -> bool {
     node.annotations.get(ANNOTATION_PROTECTS).is_some_and(|ours| ours.split(',').any(|name| name == key))
 }
 
-fn change(node: &NodeView, annotations: BTreeMap<String, Option<String>>) -> AnnotationChange {
-    AnnotationChange { node: node.name.clone(), uid: node.uid.clone(), annotations }
+fn change(node: &NodeView, annotations: BTreeMap<String, Option<String>>) -> NodeChange {
+    NodeChange { annotations, ..NodeChange::of(node) }
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ fn settle(world: &mut World, protection: &mut Protection) -> Vec<String> {
     apply(world, changes)
 }
 
-fn apply(world: &mut World, changes: Vec<AnnotationChange>) -> Vec<String> {
+fn apply(world: &mut World, changes: Vec<NodeChange>) -> Vec<String> {
     for change in &changes {
         let node = world.nodes.iter_mut().find(|node| node.uid == change.uid).unwrap();
         assert_eq!(node.name, change.node);

@@ -8,8 +8,8 @@
 mod caches;
 mod instance;
 mod kept;
+mod marks;
 mod package_set;
-mod protect;
 mod publish;
 mod reconcile;
 

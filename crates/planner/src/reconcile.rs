@@ -24,8 +24,9 @@ use super::{
     caches::{Caches, readable, unreadable},
     instance,
     kept::{Kept, Versions},
+    marks,
     package_set::Resolver,
-    protect, publish,
+    publish,
 };
 use api::{
     ANNOTATION_RESTART, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance, FluxInstanceStatus,
@@ -38,11 +39,13 @@ use model::{
     eligibility::NodeView,
     forsaken::forsaken,
     kubernetes::unsupported,
+    labels,
+    marks::{NodeChange, joined},
     members::Planned,
     observed::{Observed, Unusable, retain_secs},
     obstacle::Obstacle,
     project::project_all,
-    protect::{AnnotationChange, Protection},
+    protect::Protection,
     roster::{Decision, MovedDeadline, decide, decide_unserved, move_limits, no_lead},
     status::{foremost, status, told_while_waiting},
     validate,
@@ -55,8 +58,8 @@ const GATHER: Duration = Duration::from_millis(100);
 const TICK: Duration = Duration::from_secs(2);
 /// A FluxNode that can't be written is reported after this long: most failures are over sooner.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
-/// After a failed write of autoscaler annotations, how long until the next attempt.
-const PROTECT_AGAIN: Duration = Duration::from_mins(1);
+/// After a failed write of annotations or labels of Nodes, how long until the next attempt.
+const MARK_AGAIN: Duration = Duration::from_mins(1);
 
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
 pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>, has_limits: &AtomicBool) {
@@ -84,7 +87,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         is_cleaned_up: false,
         agents: Agents::default(),
         protection: Protection::default(),
-        protect_again: None,
+        mark_again: None,
         refused: BTreeMap::new(),
     };
     let mut complete = false;
@@ -151,8 +154,8 @@ struct Planner {
     is_cleaned_up: bool,
     agents: Agents,
     protection: Protection,
-    /// After a failed write of autoscaler annotations, when to try again.
-    protect_again: Option<Instant>,
+    /// After a failed write of annotations or labels of Nodes, when to try again.
+    mark_again: Option<Instant>,
     /// The FluxNodes that could not be written, by name: since when, and why.
     refused: BTreeMap<String, (Instant, String)>,
 }
@@ -165,7 +168,7 @@ impl Planner {
             readable(&flux_nodes).map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
-            self.protect(caches, changes).await;
+            self.mark(caches, changes, labels::at_the_end(&nodes)).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
@@ -274,7 +277,7 @@ impl Planner {
         let planned = roster.map(|roster| Planned::observe(&seen, roster));
         if !caches.is_over() {
             let changes = self.protection.changes(&seen, planned.as_ref());
-            self.protect(caches, changes).await;
+            self.mark(caches, changes, labels::changes(&seen, planned.as_ref())).await;
         }
         let flux_nodes = caches.flux_nodes.state();
         self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
@@ -424,18 +427,19 @@ impl Planner {
         }
     }
 
-    /// Writes or removes the annotations that keep autoscalers away from Nodes. A failure doesn't stop planning.
-    async fn protect(&mut self, caches: &Caches, changes: Vec<AnnotationChange>) {
-        if changes.is_empty() || self.protect_again.is_some_and(|again| Instant::now() < again) {
+    /// Writes the annotations and labels of Nodes. A failure doesn't stop planning.
+    async fn mark(&mut self, caches: &Caches, annotations: Vec<NodeChange>, labels: Vec<NodeChange>) {
+        let changes = joined(annotations.into_iter().chain(labels));
+        if changes.is_empty() || self.mark_again.is_some_and(|again| Instant::now() < again) {
             return;
         }
-        self.protect_again = match protect::write(&self.client, &caches.nodes, changes).await {
+        self.mark_again = match marks::write(&self.client, &caches.nodes, changes).await {
             Ok(()) => None,
             // A Node has changed meanwhile: the next round tries again.
             Err(error) if error.code() == Some(409) => None,
             Err(error) => {
-                warn!(error = error_chain(&error), "can't annotate Nodes for autoscalers");
-                Some(Instant::now() + PROTECT_AGAIN)
+                warn!(error = error_chain(&error), "can't write annotations and labels of Nodes");
+                Some(Instant::now() + MARK_AGAIN)
             }
         };
     }

@@ -7,7 +7,7 @@ mod tests;
 
 use std::{path::Path, time::Duration};
 
-use crate::{broker_toml, settings::is_root, topology::Topology};
+use crate::{broker_toml, labels, settings::is_root, topology::Topology};
 use api::{
     Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, PrefixError,
     RunningJobs, check_prefix, check_prefix_characters, check_prefix_place, duration, is_subdomain, parse_duration,
@@ -137,9 +137,13 @@ fn user(user: &str) -> Option<String> {
 }
 
 fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
-    for (index, key) in resources.properties.iter().enumerate().filter(|(_, key)| !is_label_key(key)) {
-        let problem = format!("{key:?} is not a label key such as topology.kubernetes.io/zone");
-        wrong.push(Finding::new(format!("spec.resources.properties[{index}]"), problem));
+    for (index, key) in resources.properties.iter().enumerate() {
+        let field = format!("spec.resources.properties[{index}]");
+        if !is_label_key(key) {
+            wrong.push(Finding::new(field, format!("{key:?} is not a label key such as topology.kubernetes.io/zone")));
+        } else if labels::WRITTEN.contains(&key.as_str()) {
+            wrong.push(Finding::new(field, nodes::WRITTEN_BY_US));
+        }
     }
     if let Some(Err(error)) = resources.exclude.cores.as_deref().map(str::parse::<IdSet>) {
         wrong.push(Finding::new("spec.resources.exclude.cores", error.to_string()));

@@ -5,11 +5,17 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement},
 };
 
-use crate::validate::{is_label_key, is_label_value};
+use crate::{
+    labels,
+    validate::{is_label_key, is_label_value},
+};
 use api::{
     Finding, Nodes,
     rules::{EFFECTS, EMPTY_SELECTOR, SELECTOR_OPERATORS, TOLERATION_OPERATORS},
 };
+
+/// Whether a node takes part can't follow from what it is as a member.
+pub(super) const WRITTEN_BY_US: &str = "is a label that follows from what the node is to Flux: use another one";
 
 pub(super) fn validate(nodes: &Nodes, wrong: &mut Vec<Finding>) {
     if let Some(selector) = &nodes.selector {
@@ -29,6 +35,8 @@ fn validate_selector(selector: &LabelSelector, wrong: &mut Vec<Finding>) {
         let field = format!("{field}.matchLabels.{key}");
         if !is_label_key(key) {
             wrong.push(Finding::new(field, format!("{key:?} is not a label key")));
+        } else if labels::WRITTEN.contains(&key.as_str()) {
+            wrong.push(Finding::new(field, WRITTEN_BY_US));
         } else if !is_label_value(value) {
             wrong.push(Finding::new(field, format!("{value:?} is not a label value")));
         }
@@ -42,6 +50,8 @@ fn validate_requirement(requirement: &LabelSelectorRequirement, field: &str, wro
     let LabelSelectorRequirement { key, operator, values } = requirement;
     if !is_label_key(key) {
         wrong.push(Finding::new(format!("{field}.key"), format!("{key:?} is not a label key")));
+    } else if labels::WRITTEN.contains(&key.as_str()) {
+        wrong.push(Finding::new(format!("{field}.key"), WRITTEN_BY_US));
     }
     let has_values = values.as_ref().is_some_and(|values| !values.is_empty());
     match operator.as_str() {

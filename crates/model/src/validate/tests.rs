@@ -23,7 +23,7 @@ const GOOD: &[&str] = &[
     "{packages: {refresh: 2026-11-20, mirror: 'file:///srv/mirror', keep: 1}}",
     "{topology: flat, lead: node1.example.org, packages: {glibc: '2.34', platforms: [linux-aarch64]}}",
     "{topology: mincrit, upgrade: {deadline: '90'}}",
-    "{nodes: {selector: {matchLabels: {pool: hpc, example.org/a: ''}}}}",
+    "{nodes: {selector: {matchLabels: {pool: hpc, example.org/a: ''}}, label: true}}",
     "{nodes: {selector: {matchExpressions: [{key: a, operator: In, values: [b]}, {key: c, operator: DoesNotExist}]}}}",
     "{nodes: {tolerations: [{operator: Exists}, {key: a, value: b, effect: NoSchedule}, {key: a, operator: Exists}]}}",
 ];
@@ -110,6 +110,15 @@ const BAD: &[(&str, &str)] = &[
     ("{nodes: {selector: {}}}", "nodes.selector"),
     ("{nodes: {selector: {matchLabels: {a b: c}}}}", "nodes.selector.matchLabels.a b"),
     ("{nodes: {selector: {matchLabels: {a: b c}}}}", "nodes.selector.matchLabels.a"),
+    (
+        "{nodes: {selector: {matchLabels: {distribute.flux-framework.org/online: 'true'}}}}",
+        "nodes.selector.matchLabels.distribute.flux-framework.org/online",
+    ),
+    (
+        "{nodes: {selector: {matchExpressions: [{key: distribute.flux-framework.org/lead, operator: Exists}]}}}",
+        "nodes.selector.matchExpressions[0].key",
+    ),
+    ("{resources: {properties: [distribute.flux-framework.org/rank]}}", "resources.properties[0]"),
     (
         "{nodes: {selector: {matchExpressions: [{key: a, operator: Gt, values: ['1']}]}}}",
         "nodes.selector.matchExpressions[0].operator",

@@ -1,4 +1,4 @@
-//! Writes the annotations that keep autoscalers away from Nodes.
+//! Writes annotations and labels of Nodes.
 
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Node;
@@ -11,27 +11,29 @@ use serde_json::json;
 use tracing::debug;
 
 use cluster::{ApiError, call, gone_is_fine, patch_params};
-use model::protect::AnnotationChange;
+use model::marks::NodeChange;
 
 /// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there
 /// is little time.
 const AT_ONCE: usize = 16;
 
-/// Writes `changes` to exactly the versions of the Nodes that they were computed from, so that annotations that others
-/// write meanwhile stay. If one change fails, the others are still written.
+/// Writes `changes` to exactly the versions of the Nodes that they were computed from, so that what others write
+/// meanwhile stays. If one change fails, the others are still written.
 ///
 /// # Errors
 /// The last error of a call to the API server; code 409 if a Node has changed meanwhile.
-pub async fn write(client: &Client, nodes: &Store<Node>, changes: Vec<AnnotationChange>) -> Result<(), ApiError> {
+pub async fn write(client: &Client, nodes: &Store<Node>, changes: Vec<NodeChange>) -> Result<(), ApiError> {
     let api = Api::<Node>::all(client.clone());
-    let patches = changes.into_iter().filter_map(|AnnotationChange { node, uid, annotations }| {
+    let patches = changes.into_iter().filter_map(|NodeChange { node, uid, annotations, labels }| {
         let seen = nodes.get(&ObjectRef::new(&node)).filter(|seen| seen.uid().as_ref() == Some(&uid))?;
-        debug!(node, ?annotations, "annotating the Node for autoscalers");
-        let patch = json!({"metadata": {"annotations": annotations, "resourceVersion": seen.resource_version()}});
+        debug!(node, ?annotations, ?labels, "writing onto a Node");
+        let metadata =
+            json!({"annotations": annotations, "labels": labels, "resourceVersion": seen.resource_version()});
+        let patch = json!({"metadata": metadata});
         let api = api.clone();
         Some(async move {
             let (params, patch) = (patch_params(), Patch::Merge(patch));
-            gone_is_fine(call(format!("annotations of Node {node}"), api.patch_metadata(&node, &params, &patch)).await)
+            gone_is_fine(call(format!("metadata of Node {node}"), api.patch_metadata(&node, &params, &patch)).await)
         })
     });
     stream::iter(patches).buffer_unordered(AT_ONCE).fold(Ok(()), async |all, one| one.and(all)).await
