@@ -180,6 +180,8 @@ class Account(PodCluster):
         if not self.api_command:
             del faults["the API server away for 5 s"]
         name = list(faults)[number % len(faults)]
+        # After an API server was away, controllers act late: what they are still to delete is no victim of the fault.
+        until("Deployments to be as they are to be", self.have_settled, 60)
         self.until_right(20)
         before = {name: pod for name, pod in self.running().items() if name.startswith(("web-", "service-"))}
         before = {name: pod for name, pod in before.items() if "deletionTimestamp" not in pod["metadata"]}
@@ -198,6 +200,15 @@ class Account(PodCluster):
             self.lost = set(self.flux("jobs", "-n", "--filter=failed,canceled,timeout", "-o", "{id} {name} {result}").splitlines())
         print(f"{name}: right again after {seconds:.1f} s", flush=True)
         return seconds
+
+    @staticmethod
+    def have_settled():
+        def has_settled(found):
+            status, generation = found["status"], found["metadata"]["generation"]
+            return status.get("observedGeneration") == generation and status.get("replicas", 0) == found["spec"]["replicas"]
+
+        found = json.loads(kubectl("get", "deployments", "-o", "json"))["items"]
+        return all(map(has_settled, found)) or [each["status"] for each in found]
 
     def without_api_server(self, seconds):
         self.api_server("stop")
