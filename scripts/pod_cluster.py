@@ -48,13 +48,13 @@ class PodCluster(Cluster):
         run(*shlex.split(self.api_command.format(action=action)))
 
     def up(self):
+        # A run that failed may have left them so.
+        kubectl("uncordon", *self.nodes)
         super().up()
         kubectl("apply", "-f", "deploy/pods.yaml")
         role = ["--clusterrole=flux-bridge", "--serviceaccount=flux-distribute:install-flux"]
         if not kubectl("get", "rolebinding", "flux-bridge", "--ignore-not-found"):
             kubectl("create", "rolebinding", "flux-bridge", *role)
-        for node in self.nodes:
-            kubectl("uncordon", node)
         for kind in ["deployments", "replicasets", "statefulsets", "jobs", "pods"]:
             kubectl("delete", kind, "--all", "--wait=false")
         until_is(0, "the last run's cores free", self.held)
