@@ -19,6 +19,7 @@ use tracing_subscriber::EnvFilter;
 
 use agent::{ManualStep, Place};
 use base::{error_chain, redact};
+use metrics::Metrics;
 
 /// Exit code for bad input, when nothing was changed yet. Every other failure is 1.
 const BAD_INPUT: u8 = 2;
@@ -237,8 +238,13 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
 }
 
 /// What plans while an agent holds the Lease.
-fn plan(client: kube::Client, identity: String, place: watch::Receiver<Place>) -> BoxFuture<'static, ()> {
-    Box::pin(planner::run(client, identity, place))
+fn plan(
+    client: kube::Client,
+    identity: String,
+    place: watch::Receiver<Place>,
+    metrics: Metrics,
+) -> BoxFuture<'static, ()> {
+    Box::pin(planner::run(client, identity, place, metrics))
 }
 
 fn manual_step(step: ManualStep, arguments: agent::AgentArguments) -> Result<ExitCode, Failure> {
@@ -253,7 +259,7 @@ fn block_on(future: impl Future<Output = Result<ExitCode, Failure>>) -> Result<E
 }
 
 /// The crates of this project, whose log is worth more than that of others.
-const OURS: [&str; 18] = [
+const OURS: [&str; 19] = [
     "flux_distribute",
     "agent",
     "api",
@@ -267,6 +273,7 @@ const OURS: [&str; 18] = [
     "kubectl",
     "local",
     "locks",
+    "metrics",
     "model",
     "packages",
     "planner",

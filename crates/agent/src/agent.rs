@@ -14,11 +14,12 @@ use super::{
     memory::Memory,
     node_ops::NodeOps,
     reporter::Reporter,
-    status::node_status,
+    status::{measured, node_status},
     step::Step,
 };
 use api::FluxNodeStatus;
 use base::error_chain;
+use metrics::Metrics;
 
 /// The agent of one node.
 pub struct Agent {
@@ -32,6 +33,8 @@ pub struct Agent {
     pub memory: Memory,
     /// What goes on beside the rounds.
     pub background: Background,
+    /// What Prometheus reads.
+    pub metrics: Metrics,
     /// The file from which kubelet takes a container's last message.
     pub termination_log: PathBuf,
     /// Held during a live change, which must not be cut off by the end of this process.
@@ -56,7 +59,7 @@ impl Agent {
         if let Some(ready) = readiness {
             self.background.health.set_ready(ready);
         }
-        self.background.health.set_pending_nodes(inputs.broker.pending.map(|pending| pending.missing_nodes));
+        self.metrics.set_node(measured::of_node(inputs), measured::of_lead(inputs));
         let (Some(node), Some(status)) = (&inputs.flux_node, status) else { return };
         let mut broker = self.sources.broker.clone();
         let pid = inputs.broker.pid;

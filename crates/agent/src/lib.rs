@@ -28,14 +28,15 @@ mod step;
 
 use std::{
     io::{self, Write},
-    net::{IpAddr, SocketAddr},
+    net::IpAddr,
     path::PathBuf,
     time::Duration,
 };
 
 use kube::{Client, Config};
 
-use api::{DAEMONSET, HEALTH_PORT};
+use api::DAEMONSET;
+use metrics::Metrics;
 
 pub use background::health::{ProbeArguments, ProbeError, probe};
 pub use cluster::lease_rules::Place;
@@ -61,16 +62,13 @@ pub struct AgentArguments {
     /// Name of the DaemonSet that this pod belongs to; its deletion is one sign that the host is to be cleaned
     #[arg(long, env = "DAEMONSET", default_value = DAEMONSET)]
     pub daemonset: String,
-    /// Where metrics are served: on loopback, for processes of this node only
-    #[arg(long, env = "HEALTH_ADDRESS", default_value_t = SocketAddr::from(([127, 0, 0, 1], HEALTH_PORT)))]
-    pub health_address: SocketAddr,
     /// Where probes are answered.
     #[command(flatten)]
     pub probe: ProbeArguments,
     /// The file from which kubelet takes a container's last message (terminationMessagePath)
     #[arg(long, env = "TERMINATION_LOG", default_value = "/dev/termination-log", hide = true)]
     pub termination_log: PathBuf,
-    /// The Node's InternalIP, where packages are served to other nodes; without it none are
+    /// The Node's InternalIP, where packages are served to other nodes and metrics to Prometheus; without it none are
     #[arg(long, env = "HOST_IP")]
     pub host_ip: Option<IpAddr>,
 }
@@ -121,6 +119,11 @@ const LONGEST_ANSWER: Duration = Duration::from_mins(5);
 /// A client for the API server, in a pod or by kubeconfig. It ignores the proxy variables, which are for packages: in a cluster the
 /// API server is never behind a proxy.
 async fn client() -> Result<Client, AgentError> {
+    counted_client(&Metrics::default()).await
+}
+
+/// As [`client`], and counts its requests in `metrics`.
+async fn counted_client(metrics: &Metrics) -> Result<Client, AgentError> {
     let mut config = Config::infer().await.map_err(|error| AgentError::Config(Box::new(error)))?;
     config.proxy_url = None;
     // A kubeconfig may rely on the system's roots, and the image has no system.
@@ -130,7 +133,7 @@ async fn client() -> Result<Client, AgentError> {
     // A watch has a time limit of its own. Other calls have none, and would wait for ever for an API server that loses its power
     // before it answers.
     (config.read_timeout, config.reset_reader_on_write) = (Some(LONGEST_ANSWER), true);
-    cluster::client(config).map_err(|error| AgentError::Client(Box::new(error)))
+    cluster::counted_client(config, metrics).map_err(|error| AgentError::Client(Box::new(error)))
 }
 
 /// Prints a line of a command. A closed stdout does not end what the command began.

@@ -22,9 +22,10 @@ use super::{
     background::{
         Background, agents, gate,
         health::{self, Health},
+        scrape,
         serve::Serving,
     },
-    client,
+    counted_client,
     decide::{
         Decision, RESYNC, SOON, decide, expects_archives, must_start_queues,
         teardown::{Evidence, Verdict, at_sigterm},
@@ -47,6 +48,7 @@ use base::{chance::chance, error_chain};
 use cluster::{lease, lease_rules::Place};
 use host::NsHost;
 use hostapi::Host;
+use metrics::{Metrics, NodeFacts};
 use packages::tried_again;
 
 /// The longest that a live change may take.
@@ -54,9 +56,9 @@ const LIVE_CHANGE: Duration = Duration::from_mins(1);
 /// Time limit of one API call at SIGTERM: at a teardown the agent's rights are soon gone.
 const LAST_CALL: Duration = Duration::from_secs(1);
 
-/// Plans for the whole cluster while this agent holds the Lease, as long as the future is polled. Gets a client, the pod's name, and
-/// this agent's place among the candidates.
-pub type Plan = fn(Client, String, watch::Receiver<Place>) -> BoxFuture<'static, ()>;
+/// Plans for the whole cluster while this agent holds the Lease, as long as the future is polled. Gets a client, the pod's name,
+/// this agent's place among the candidates, and where to tell what it observes.
+pub type Plan = fn(Client, String, watch::Receiver<Place>, Metrics) -> BoxFuture<'static, ()>;
 
 /// Runs the agent until SIGTERM, and `plan` beside it.
 ///
@@ -64,9 +66,9 @@ pub type Plan = fn(Client, String, watch::Receiver<Place>) -> BoxFuture<'static,
 /// What keeps the agent from beginning at all: signals, the way to the API server, or the host's namespaces.
 pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, AgentError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(AgentError::Signals)?;
-    let health = Health::default();
-    let metrics = health::serve(arguments.health_address, &arguments.probe.socket, health.clone()).await;
-    let client = client().await?;
+    let (health, metrics) = (Health::default(), Metrics::default());
+    health::serve(&arguments.probe.socket, health.clone(), metrics.clone());
+    let client = counted_client(&metrics).await?;
     let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
     let sources = Sources::begin(&client, &arguments.node_name);
@@ -74,16 +76,18 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
     tokio::spawn(agents::count(client.clone(), arguments.daemonset.clone(), sources.place.clone()));
     tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
     let serving = Serving::begin(arguments.host_ip).await;
+    let scraped = scrape::serve(arguments.host_ip, &metrics, client.clone()).await;
     let mut agent = Agent {
         ops: NodeOps { host, client: client.clone(), address: arguments.host_ip },
         reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
         sources,
         memory: Memory::default(),
-        background: Background::new(health, serving, metrics, &arguments.pod_name, &arguments.node_name),
+        background: Background::new(health, serving, scraped, &arguments.pod_name, &arguments.node_name),
+        metrics: metrics.clone(),
         termination_log: arguments.termination_log.clone(),
         live_change: Arc::default(),
     };
-    let planner = tokio::spawn(plan(client.clone(), arguments.pod_name.clone(), place));
+    let planner = tokio::spawn(plan(client.clone(), arguments.pod_name.clone(), place, metrics.clone()));
     let live_change = agent.live_change.clone();
     tokio::select! {
         () = rounds(&mut agent) => {}
@@ -228,6 +232,7 @@ async fn report_unobserved(agent: &mut Agent, error: &StepError) -> Duration {
         return SOON;
     }
     agent.background.health.set_ready(false);
+    agent.metrics.set_node(NodeFacts::default(), None);
     let watched = agent.sources.watched.borrow().clone();
     if let Some(node) = watched.flux_node.here().filter(|_| !agent.sources.is_replaced(&watched)) {
         let status = unobserved(error_chain(error), node.status.as_ref());

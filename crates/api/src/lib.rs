@@ -118,8 +118,10 @@ pub const BROKER_URI: &str = "local:///run/flux-distribute/broker/local";
 pub const DEFAULT_BROKER_PORT: u16 = 8050;
 /// TCP port at which agents serve the archives they hold to each other, on their Node's InternalIP.
 pub const PEER_PORT: u16 = 8052;
-/// TCP port at which an agent answers kubelet's probes and serves its metrics, unless told otherwise; on loopback.
-pub const HEALTH_PORT: u16 = 8051;
+/// TCP port at which an agent serves its metrics, on its Node's InternalIP, to those whom the API server permits it.
+pub const METRICS_PORT: u16 = 8051;
+/// Audience of a token that is good for nothing but the metrics.
+pub const METRICS_AUDIENCE: &str = "flux-distribute-metrics";
 /// Type of the condition with which an agent reports on its own pod that its node is as the planner wants it: the pods' readiness
 /// gate.
 pub const CONDITION_POD_READY: &str = "distribute.flux-framework.org/ready";

@@ -25,13 +25,15 @@ pub struct Pending {
     pub jobs: u32,
     /// Of the jobs that wait for nodes which are down: how many more nodes the largest one needs. 0 if there is none.
     pub missing_nodes: u32,
+    /// When the oldest of these jobs was submitted, in seconds since 1970 by the lead's clock, without held ones. None if there is none.
+    pub oldest_submit: Option<u64>,
     /// ID of the first job in the queue, if the resources that it requests are free: the scheduler will start it in a
     /// moment, or has lost those resources.
     pub fits: Option<u64>,
 }
 
 /// A job in state SCHED, from `job-list.list`.
-#[derive(Deserialize, Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Deserialize, Debug, Clone, Default, PartialEq)]
 struct Job {
     #[serde(default)]
     id: u64,
@@ -49,6 +51,9 @@ struct Job {
     /// Missing in an instance without named queues.
     #[serde(default)]
     queue: Option<String>,
+    /// Seconds since 1970.
+    #[serde(default)]
+    t_submit: f64,
 }
 
 /// Finds out what the pending jobs wait for. `instance` is the lead's report about its resources.
@@ -63,7 +68,7 @@ pub async fn pending(client: &Client, instance: &InstanceStatus) -> Result<Pendi
     let topic = "job-list.list";
     let query = json!({
         "max_entries": MAX_JOBS,
-        "attrs": ["priority", "nnodes", "ncores", "ntasks", "queue"],
+        "attrs": ["priority", "nnodes", "ncores", "ntasks", "queue", "t_submit"],
         "constraint": { "states": ["sched"] },
     });
     let Jobs { jobs } = parse(topic, client.rpc_within(LEAD_TIMEOUT, topic, LEAD, query).await?)?;
@@ -74,7 +79,14 @@ pub async fn pending(client: &Client, instance: &InstanceStatus) -> Result<Pendi
         _ => None,
     };
     let count = u32::try_from(jobs.len()).unwrap_or(u32::MAX);
-    Ok(Pending { jobs: count, missing_nodes: missing_nodes(&jobs, instance), fits })
+    let (missing_nodes, oldest_submit) = (missing_nodes(&jobs, instance), oldest_submit(&jobs));
+    Ok(Pending { jobs: count, missing_nodes, oldest_submit, fits })
+}
+
+/// In whole seconds. A job that somebody holds waits for that person.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time before 1970 or after all is none")]
+fn oldest_submit(jobs: &[Job]) -> Option<u64> {
+    jobs.iter().filter(|job| job.priority > 0).map(|job| job.t_submit as u64).min()
 }
 
 /// What is free without the `count` nodes with most of it: a job of the highest urgency wants cores of one node, which pods use already,
@@ -228,6 +240,19 @@ mod tests {
         let with = |policy: &str| json!({"sched-fluxion-resource": {"match-policy": policy}});
         for (configuration, expected) in [(with("lonodex"), true), (with("first"), false), (json!({}), false)] {
             assert_eq!(gives_whole_nodes(&configuration), expected, "{configuration}");
+        }
+    }
+
+    #[test]
+    fn the_oldest_job_is_the_one_that_was_submitted_first_and_is_not_held() {
+        let job = |priority, t_submit| Job { priority, t_submit, ..Job::default() };
+        for (jobs, expected) in [
+            (vec![], None),
+            (vec![job(16, 1_700_000_000.9), job(16, 1_700_000_005.0), job(0, 3.0)], Some(1_700_000_000)),
+            (vec![job(0, 3.0)], None),
+            (vec![job(1, f64::NAN)], Some(0)),
+        ] {
+            assert_eq!(oldest_submit(&jobs), expected, "{jobs:?}");
         }
     }
 

@@ -6,6 +6,7 @@
 
 pub mod access;
 mod answers;
+mod asked;
 pub mod certificate;
 pub mod clock;
 mod events;
@@ -26,6 +27,9 @@ use kube::{
     api::{DeleteParams, ObjectMeta, PatchParams, Preconditions},
     client::ClientBuilder,
 };
+
+use asked::Counted;
+use metrics::Metrics;
 
 pub use events::{Announcer, publish};
 pub use merge_patch::merge_patch;
@@ -77,11 +81,20 @@ const FIELD_MANAGER: &str = "flux-distribute";
 /// # Errors
 /// The configuration can't be used.
 pub fn client(config: Config) -> Result<Client, kube::Error> {
+    counted_client(config, &Metrics::default())
+}
+
+/// As [`client`], and counts each request by verb and code in `metrics`.
+///
+/// # Errors
+/// The configuration can't be used.
+pub fn counted_client(config: Config, metrics: &Metrics) -> Result<Client, kube::Error> {
     let answers = tower::util::MapResponseLayer::new(|answer: Response<_>| {
         clock::heard(answer.headers());
         answers::readable(answer)
     });
-    Ok(ClientBuilder::try_from(config)?.with_layer(&answers).build())
+    let counts = tower::layer::layer_fn(|inner| Counted::new(inner, metrics.clone()));
+    Ok(ClientBuilder::try_from(config)?.with_layer(&answers).with_layer(&counts).build())
 }
 
 /// How every patch is sent.

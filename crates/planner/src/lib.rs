@@ -9,28 +9,31 @@ mod caches;
 mod instance;
 mod kept;
 mod marks;
+mod measured;
 mod package_set;
 mod publish;
 mod reconcile;
 
 use cluster::{lease, lease_rules::Place};
 use kube::Client;
+use metrics::Metrics;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
-/// `place`: this agent's place among the candidates.
-pub async fn run(client: Client, identity: String, place: watch::Receiver<Place>) {
+/// `place`: this agent's place among the candidates. While this agent is the planner, `metrics` get what it observes of the instance.
+pub async fn run(client: Client, identity: String, place: watch::Receiver<Place>, metrics: Metrics) {
     let mut lease = lease::Candidate::new(client.clone(), identity.clone(), place);
     loop {
         let predecessor_time = lease.acquire().await;
         let has_limits = lease.has_limits();
         info!(identity, "this agent is the planner now");
+        let _planning = metrics.planning();
         // Whatever is under way when the Lease is lost is dropped; a write that is already out is fenced by its
         // resourceVersion.
         tokio::select! {
             () = lease.keep() => warn!("lost the Lease: another agent is the planner now"),
-            () = reconcile::run(client.clone(), &identity, predecessor_time, &has_limits) => {}
+            () = reconcile::run(client.clone(), &identity, predecessor_time, &has_limits, &metrics) => {}
         }
     }
 }

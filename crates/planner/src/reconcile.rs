@@ -16,6 +16,7 @@ use std::{
 use futures::{StreamExt, stream::select};
 use k8s_openapi::jiff::Timestamp;
 use kube::{Client, Resource, ResourceExt, core::DeserializeGuard};
+use metrics::Metrics;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, warn};
 
@@ -25,6 +26,7 @@ use super::{
     instance,
     kept::{Kept, Versions},
     marks,
+    measured::measured,
     package_set::Resolver,
     publish,
 };
@@ -62,7 +64,13 @@ const REPORT_AFTER: Duration = Duration::from_secs(10);
 const MARK_AGAIN: Duration = Duration::from_mins(1);
 
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
-pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timestamp>, has_limits: &AtomicBool) {
+pub async fn run(
+    client: Client,
+    identity: &str,
+    predecessor_time: Option<Timestamp>,
+    has_limits: &AtomicBool,
+    metrics: &Metrics,
+) {
     let (caches, changes) = Caches::watch(&client);
     let (versions, of_versions) = Versions::watch(&client);
     let mut changes = pin!(select(changes, of_versions));
@@ -89,6 +97,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         protection: Protection::default(),
         mark_again: None,
         refused: BTreeMap::new(),
+        metrics: metrics.clone(),
     };
     let mut complete = false;
     loop {
@@ -101,7 +110,10 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         if !complete {
             continue;
         }
-        match planner.once(&caches).await {
+        let begun = Instant::now();
+        let done = planner.once(&caches).await;
+        metrics.planner_round(begun.elapsed());
+        match done {
             // A deadline that was moved is in the status, which is written last.
             Ok(()) => has_limits.store(planner.clock_ahead_secs.is_none(), Ordering::Relaxed),
             // Another planner, or an agent, was faster: look again.
@@ -158,6 +170,7 @@ struct Planner {
     mark_again: Option<Instant>,
     /// The FluxNodes that could not be written, by name: since when, and why.
     refused: BTreeMap<String, (Instant, String)>,
+    metrics: Metrics,
 }
 
 impl Planner {
@@ -186,6 +199,9 @@ impl Planner {
         if self.no_default.at(&version).is_none() && instance::ensure(&self.client).await? {
             // If it has just been marked, it has another version by now.
             self.no_default.keep(version, ());
+        }
+        if flux.is_none_or(|flux| flux.meta().deletion_timestamp.is_some()) {
+            self.metrics.set_instance(None);
         }
         match flux {
             Some(flux) if flux.meta().deletion_timestamp.is_none() => {
@@ -286,6 +302,8 @@ impl Planner {
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
         let obstacle = foremost([obstacle, no_lead].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
+        let lead_online = planned.as_ref().is_some_and(|planned| planned.members.is_shown_online(0));
+        self.metrics.set_instance(Some(measured(&next, lead_online, roster, reports)));
         self.announce(flux, &next, obstacle.as_ref()).await;
         instance::write_status(&self.client, flux, &next).await
     }

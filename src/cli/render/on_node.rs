@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use api::{
-    BROKER_URI, FluxInstanceSpec, HEALTH_PORT, Member, PEER_PORT, PREFIX_CANDIDATES, RUN_DIR, Rank, Roster, RosterEntry,
+    BROKER_URI, FluxInstanceSpec, METRICS_PORT, Member, PEER_PORT, PREFIX_CANDIDATES, RUN_DIR, Rank, Roster,
+    RosterEntry,
 };
 use base::error_chain;
 use broker::{
@@ -201,7 +202,7 @@ fn ports(roster: &Roster, Place { rank, member, .. }: &Place) -> Vec<String> {
         above.map(|above| format!("the broker connects to {} ({})", socket(above, port), above.node)),
     ];
     let agent = [
-        format!("TCP 127.0.0.1:{HEALTH_PORT}: the agent's metrics"),
+        format!("TCP 127.0.0.1:{METRICS_PORT}: the agent's metrics"),
         format!("TCP {}: the agent serves packages to other nodes", socket(member, PEER_PORT)),
     ];
     broker.into_iter().flatten().chain(agent).collect()

@@ -7,6 +7,8 @@ pub(super) mod gate;
 pub(super) mod health;
 mod inspect;
 mod port;
+mod reviews;
+pub(super) mod scrape;
 pub(super) mod serve;
 mod tidy;
 
@@ -27,11 +29,11 @@ use api::PackageSet;
 
 /// Servers and tasks beside the rounds.
 pub struct Background {
-    /// Answers probes, and serves metrics.
+    /// Answers probes.
     pub health: Health,
     /// Serves archives to other nodes.
     pub serving: Serving,
-    metrics: Port,
+    scraped: Option<Port>,
     tidied: Tidied,
     inspecting: Inspecting,
     dumping: Dumping,
@@ -40,11 +42,11 @@ pub struct Background {
 
 impl Background {
     /// With the servers that run already.
-    pub fn new(health: Health, serving: Serving, metrics: Port, pod_name: &str, node_name: &str) -> Self {
+    pub fn new(health: Health, serving: Serving, scraped: Option<Port>, pod_name: &str, node_name: &str) -> Self {
         Self {
             health,
             serving,
-            metrics,
+            scraped,
             tidied: Tidied::default(),
             inspecting: Inspecting::default(),
             dumping: Dumping::default(),
@@ -69,7 +71,12 @@ impl Background {
         NodeInputs {
             held_archives: self.serving.holds().to_vec(),
             peer: self.serving.peer(),
-            port_problems: self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect(),
+            port_problems: self
+                .serving
+                .trouble()
+                .into_iter()
+                .chain(self.scraped.as_ref().and_then(Port::trouble))
+                .collect(),
             damage: self.inspecting.damage(),
             pods: self.bridging.counts(),
             overlapping_on: self.bridging.overlapping_on(),

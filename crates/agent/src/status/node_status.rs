@@ -146,7 +146,7 @@ pub fn node_status(
 }
 
 /// How many jobs run and wait; None while one of the two is not known.
-fn job_counts(inputs: &NodeInputs) -> Option<JobCounts> {
+pub(super) fn job_counts(inputs: &NodeInputs) -> Option<JobCounts> {
     let (occupied, pending) = (inputs.broker.occupied.as_ref()?, inputs.broker.pending?);
     Some(JobCounts { running: occupied.running, pending: pending.jobs })
 }

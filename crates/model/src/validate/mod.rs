@@ -9,7 +9,7 @@ use std::{path::Path, time::Duration};
 
 use crate::{broker_toml, labels, settings::is_root, topology::Topology};
 use api::{
-    Broker, Finding, FluxInstanceSpec, Gpus, HEALTH_PORT, IdSet, InstanceResources, OnFailure, PEER_PORT, PrefixError,
+    Broker, Finding, FluxInstanceSpec, Gpus, IdSet, InstanceResources, METRICS_PORT, OnFailure, PEER_PORT, PrefixError,
     RunningJobs, check_prefix, check_prefix_characters, check_prefix_place, duration, is_subdomain, parse_duration,
     quantity::milli,
     rules::{LESS_THAN_ONE, MORE_THAN_MAX_SIZE},
@@ -110,7 +110,7 @@ fn unknown_values(spec: &FluxInstanceSpec, wrong: &mut Vec<Finding>) {
 fn broker(broker: &Broker, wrong: &mut Vec<Finding>) {
     let port = match broker.port {
         Some(0) => Some("is 0: brokers need a fixed port".to_owned()),
-        Some(HEALTH_PORT) => Some(format!("{HEALTH_PORT} is where the agents serve metrics")),
+        Some(METRICS_PORT) => Some(format!("{METRICS_PORT} is where the agents serve metrics")),
         Some(PEER_PORT) => Some(format!("{PEER_PORT} is where the agents serve packages to each other")),
         _ => None,
     };

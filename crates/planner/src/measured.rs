@@ -1,0 +1,71 @@
+//! What the planner tells Prometheus of the instance. Pure.
+
+use std::collections::BTreeMap;
+
+use api::{FluxInstanceStatus, FluxNodeStatus, NodePhase, Roster};
+use metrics::InstanceFacts;
+
+/// The numbers of `status`, which this round has computed, and how many members are in which phase by the reports of their agents.
+pub(super) fn measured(
+    status: &FluxInstanceStatus,
+    lead_online: bool,
+    roster: Option<&Roster>,
+    reports: &BTreeMap<String, FluxNodeStatus>,
+) -> InstanceFacts {
+    let mut facts = InstanceFacts {
+        online: status.online.into(),
+        lead_online,
+        epoch: status.epoch,
+        dumped_at: status.dump.as_ref().map(|kept| kept.dump.time.0.as_second()),
+        ..InstanceFacts::default()
+    };
+    for member in roster.iter().flat_map(|roster| roster.members()) {
+        facts.add_member(&reports.get(&member.node).map(|report| phase(&report.phase)).unwrap_or_default());
+    }
+    facts
+}
+
+/// The phase as the schema has it, which Debug prints too; nothing for a word of another version, which may be any.
+fn phase(phase: &NodePhase) -> String {
+    if matches!(phase, NodePhase::Other(_)) { String::new() } else { format!("{phase:?}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use api::{Dump, KeptDump};
+    use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+    use metrics::PHASES;
+    use model::fixture::roster;
+
+    use super::*;
+
+    #[test]
+    fn members_are_counted_by_the_phase_that_their_agents_report() {
+        let roster = roster(8, &[("a", 4), ("b", 4), ("c", 4), ("d", 4)]);
+        let report = |phase| FluxNodeStatus { phase, ..FluxNodeStatus::default() };
+        let reports: BTreeMap<_, _> = [
+            ("a".to_owned(), report(NodePhase::Online)),
+            ("b".to_owned(), report(NodePhase::Installing)),
+            ("c".to_owned(), report(NodePhase::Other("made up".to_owned()))),
+            ("no member".to_owned(), report(NodePhase::Online)),
+        ]
+        .into();
+        let time = Time(Timestamp::from_second(77).unwrap());
+        let dump = KeptDump { node: "a".to_owned(), dump: Dump { name: "d".to_owned(), time, bytes: 1 } };
+        let status = FluxInstanceStatus { epoch: 3, online: 1, dump: Some(dump), ..FluxInstanceStatus::default() };
+        let facts = measured(&status, true, Some(&roster), &reports);
+        let counted: Vec<_> = PHASES.into_iter().zip(facts.members).filter(|(_, count)| *count > 0).collect();
+        assert_eq!(counted, [("Installing", 1), ("Online", 1), ("Other", 2)]);
+        assert_eq!((facts.online, facts.lead_online, facts.epoch, facts.dumped_at), (1, true, 3, Some(77)));
+        assert_eq!(measured(&FluxInstanceStatus::default(), false, None, &reports), InstanceFacts::default());
+    }
+
+    /// So that a new phase gets its own series.
+    #[test]
+    fn each_phase_of_this_version_has_a_series() {
+        use NodePhase::{Draining, Failed, Installing, Offline, Online, Preflight, Removing, Starting, Waiting};
+        let all = [Waiting, Preflight, Installing, Starting, Online, Draining, Offline, Removing, Failed];
+        assert!(all.iter().map(phase).chain(["Other".to_owned()]).eq(PHASES));
+        assert_eq!(phase(&NodePhase::Other("Online".to_owned())), "");
+    }
+}
