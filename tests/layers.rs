@@ -14,7 +14,7 @@ use serde_json::Value;
 
 /// Every crate of the workspace, from those that know nothing to the program. Those in one line know nothing of each other.
 const LAYERS: &[&[&str]] = &[
-    &["base"],
+    &["base", "metrics"],
     &["api"],
     &["locks", "hostapi"],
     &["model", "cluster", "host"],
@@ -30,6 +30,7 @@ const NOT_IN_THE_IMAGE: [&str; 3] = ["local", "apiserver", "kubectl"];
 /// (and `unsafe`) a crate makes no system call that std doesn't make for it: `host` does, and `local`, which makes hosts.
 const APART: &[(&str, &[&str])] = &[
     ("model", &["cluster", "host", "hostapi", "kube-runtime", "tokio", "nix", "reqwest"]),
+    ("metrics", &["tokio", "nix", "reqwest", "kube"]),
     ("locks", &["hostapi", "tokio", "nix", "reqwest", "kube"]),
     ("api", &["tokio", "nix", "reqwest"]),
     ("hostapi", &["tokio", "nix", "reqwest", "kube"]),

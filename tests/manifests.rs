@@ -100,7 +100,10 @@ fn the_roles_are_bound_to_the_account_that_the_pods_run_as() {
     let account = pod().service_account_name;
     let cluster = one::<ClusterRoleBinding>("ClusterRoleBinding");
     let role = one::<RoleBinding>("RoleBinding");
-    assert_eq!(Some(cluster.role_ref.name), one::<ClusterRole>("ClusterRole").metadata.name);
+    let [ours, for_prometheus] = <[ClusterRole; 2]>::try_from(all("ClusterRole")).unwrap();
+    assert_eq!(Some(cluster.role_ref.name), ours.metadata.name);
+    // An administrator binds the other one.
+    assert_eq!(for_prometheus.metadata.name.as_deref(), Some("flux-distribute-metrics"));
     assert_eq!(Some(role.role_ref.name), one::<Role>("Role").metadata.name);
     assert_eq!(role.metadata.namespace.as_deref(), Some(NAMESPACE));
     for subject in [cluster.subjects.unwrap(), role.subjects.unwrap()].concat() {

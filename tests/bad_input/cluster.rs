@@ -4,6 +4,8 @@ use std::{
     collections::BTreeMap,
     fmt::Debug,
     fs,
+    io::{Read, Write},
+    os::unix::net::UnixStream,
     path::PathBuf,
     process::{Command, Output, Stdio},
     sync::{Arc, Mutex, PoisonError, Weak},
@@ -323,8 +325,11 @@ impl Case {
 
     /// What the agent answers to kubelet.
     pub fn is_ready(&self, node: &str) -> bool {
-        let script = "exec 3<>/dev/tcp/127.0.0.1/8051; printf 'GET /readyz HTTP/1.0\\r\\n\\r\\n' >&3; head -n 1 <&3";
-        let answer = self.exec(node, &["bash", "-c", script]);
+        let agent = self.agent(node).unwrap();
+        let mut socket = UnixStream::connect(format!("/proc/{agent}/root/tmp/agent.sock")).unwrap();
+        socket.write_all(b"GET /readyz HTTP/1.0\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).unwrap();
         assert!(answer.contains(" 200 ") || answer.contains(" 503 "), "{answer}");
         answer.contains(" 200 ")
     }

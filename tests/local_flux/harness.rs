@@ -134,6 +134,16 @@ impl Cluster {
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
+    /// What the agent of `node` answers to a Prometheus with that token: status and body.
+    pub fn scrape(&self, node: &str, token: &str) -> (u16, String) {
+        let authorization = format!("Authorization: Bearer {token}");
+        let (accept, url) = ("Accept: application/openmetrics-text", format!("https://{node}:8051/metrics"));
+        let ask = ["curl", "-sk", "-w", "%{http_code}", "-H", &authorization, "-H", accept, &url];
+        let answer = self.must(&[&["exec", node, "--"], &ask[..]].concat());
+        let (body, status) = answer.split_at(answer.len() - 3);
+        (status.parse().unwrap(), body.to_owned())
+    }
+
     /// What a command in a node says; it must succeed.
     pub fn exec(&self, node: &str, words: &[&str]) -> String {
         self.must(&[&["exec", node, "--"], words].concat())

@@ -3,7 +3,7 @@
 use std::fs;
 
 use api::{ANNOTATION_PROTECTS, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES, DAEMONSET, FluxInstance, FluxNode, INSTANCE};
-use apiserver::Call;
+use apiserver::{Call, SCRAPER};
 use k8s_openapi::api::{
     batch::v1::Job,
     core::v1::{ConfigMap, Node, Pod},
@@ -40,6 +40,7 @@ fn the_roles_grant_what_the_nodes_ask_for_and_no_more() {
         nodes.iter().any(|node| node.annotations().contains_key(ANNOTATION_PROTECTS)).then_some(())
     });
     job.finish();
+    assert_eq!(cluster.scrape("node1", &format!("user:{SCRAPER}")).0, 200);
     cluster.patch(json!({"spec": {"ranks": {"retain": "1s"}, "size": 2}}));
     cluster.until("two members", || (cluster.instance().status?.size == 2).then_some(()));
     let denied = || Some(cluster.instance().status?.holding("ScaleDenied")?.message.clone());
@@ -76,6 +77,8 @@ fn the_roles_grant_what_the_nodes_ask_for_and_no_more() {
     let (mut granted, calls) = (granted(INSTALLER), cluster.calls());
     // An agent asks for the DaemonSet that its pod is of; here all are of the one for workers.
     granted.retain(|right| right.resource != "daemonsets" || right.name == DAEMONSET);
+    // Prometheus asks an agent for these, and no agent the API server.
+    granted.retain(|right| right.resource != "/metrics");
     let refused: Vec<_> = calls.iter().filter(|call| !granted.iter().any(|right| right.permits(call))).collect();
     assert!(refused.is_empty(), "the roles do not grant {refused:#?}");
     let unused: Vec<_> = granted.iter().filter(|right| !calls.iter().any(|call| right.permits(call))).collect();

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use api::{ANNOTATION_PROTECTS, FluxInstance, INSTANCE, LABEL_LEAD, LABEL_ONLINE, LABEL_RANK};
+use apiserver::SCRAPER;
 use k8s_openapi::api::core::v1::{Event, Node};
 use kube::{
     Api, ResourceExt,
@@ -176,8 +177,12 @@ fn jobs_tell(scheduler: Scheduler) {
     pending(0);
     let waiting = cluster.exec("node1", &["flux", "submit", "-N5", "-n5", "true"]);
     pending(2);
-    let ask = "exec 3<>/dev/tcp/127.0.0.1/8051; printf 'GET /metrics HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3";
-    let metrics = cluster.exec(&lead, &["bash", "-c", ask]);
+    let (status, metrics) = cluster.scrape(&lead, &format!("user:{SCRAPER}"));
+    assert_eq!(status, 200, "{metrics}");
+    assert!(metrics.ends_with("# EOF\n"), "{metrics}");
+    for (stranger, expected) in [("user:other", 403), ("of-nobody", 401)] {
+        assert_eq!(cluster.scrape(&lead, stranger).0, expected, "{stranger}");
+    }
     assert!(metrics.lines().any(|line| line == "flux_distribute_pending_nodes 2"), "{metrics}");
     cluster.must(&["add-node", "--count", "2"]);
     job.finish();

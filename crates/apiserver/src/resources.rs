@@ -6,7 +6,8 @@ use k8s_openapi::{
     api::{
         admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
         apps::v1::DaemonSet,
-        authorization::v1::SelfSubjectAccessReview,
+        authentication::v1::TokenReview,
+        authorization::v1::{SelfSubjectAccessReview, SubjectAccessReview},
         batch::v1::Job,
         coordination::v1::Lease,
         core::v1::{
@@ -25,7 +26,7 @@ use kube::CustomResourceExt;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::column::Column;
+use super::{column::Column, reviews};
 use api::{Finding, FluxInstance, FluxNode};
 
 /// Plural and group of a resource, as in messages and `Status.details`.
@@ -73,7 +74,7 @@ pub struct Resource {
     /// kubelet of the Node.
     pub runs: bool,
     /// Set for kinds whose objects are questions, which are answered and never stored: returns the status.
-    pub answer: Option<fn() -> Value>,
+    pub answer: Option<fn(question: &Value) -> Value>,
     /// Fields for selectors, besides name and namespace.
     pub fields: &'static [&'static str],
     /// Columns of its Table, besides the name.
@@ -261,9 +262,11 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
         builtin::<Role>(true),
         builtin::<RoleBinding>(true),
         Resource {
-            answer: Some(|| json!({ "allowed": true, "reason": "every client with the token may do everything" })),
+            answer: Some(|_| json!({ "allowed": true, "reason": "every client with the token may do everything" })),
             ..builtin::<SelfSubjectAccessReview>(false)
         },
+        Resource { answer: Some(reviews::token), ..builtin::<TokenReview>(false) },
+        Resource { answer: Some(reviews::access), ..builtin::<SubjectAccessReview>(false) },
         Resource {
             generation: true,
             short: names(&["pc"]),

@@ -75,7 +75,8 @@ pub fn create(store: &Store, target: &Target, mode: Mode, body: &[u8]) -> Result
     }
     let mut object = resource.to_stored(with_type(resource, decode(body)?));
     if let Some(answer) = resource.answer {
-        admit::put(&mut object, &["status"], answer());
+        let status = answer(&object);
+        admit::put(&mut object, &["status"], status);
         return Ok(object);
     }
     let namespace = target.namespace.as_deref().unwrap_or_default();

@@ -263,6 +263,9 @@ mod tests {
         assert_eq!(scraped.headers()["content-type"], Format::OpenMetrics.content_type());
         assert!(scraped.text().await.unwrap().ends_with("# EOF\n"));
         assert_eq!(ask().send().await.unwrap().status(), 401);
+        // A head without end is not read to its end: it is refused, or cut off while it is sent.
+        let oversized = ask().bearer_auth("allowed").header("x", "x".repeat(1 << 20)).send().await;
+        assert!(oversized.is_err() || oversized.is_ok_and(|answer| answer.status() == 431));
 
         let mut plain = TcpStream::connect(address).await.unwrap();
         plain.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer allowed\r\n\r\n").await.unwrap();

@@ -23,7 +23,7 @@ use cluster::{
 use host::{host_root::make_dirs_in_host_root, opening::path_of};
 use hostapi::{Answer, LinkOrder, Order, Preflight, Progress};
 use kube::Client;
-use packages::{Access, HttpClient, Sources, fetch};
+use packages::{Access, Fetched, HttpClient, Sources, fetch};
 
 /// An event of an installation.
 pub enum Installing {
@@ -61,6 +61,8 @@ pub struct Claimant<'a> {
 /// Claims the host, fills `pkgs/` from the pod, and makes the environment on the host from what has arrived, while the rest
 /// arrives. `report` gets each event.
 ///
+/// Returns what was fetched.
+///
 /// # Errors
 /// The first failure; what is live is untouched.
 pub async fn install(
@@ -68,16 +70,17 @@ pub async fn install(
     preflight: &Preflight,
     wanted: Wanted<'_>,
     report: impl FnMut(Installing) + Send,
-) -> Result<(), StepError> {
+) -> Result<Fetched, StepError> {
     ops.claim(preflight, wanted.claimant.instance_uid, wanted.claimant.uninstall).await?;
     let (report, is_fetched) = (Mutex::new(report), AtomicBool::new(false));
     let say = |event| (*report.lock().unwrap_or_else(PoisonError::into_inner))(event);
     let fetching = async {
         let Wanted { set, packages, peers, .. } = &wanted;
-        fetch_archives(ops, preflight, set, packages, peers, |now| say(Installing::Fetching(now))).await?;
+        let fetched =
+            fetch_archives(ops, preflight, set, packages, peers, |now| say(Installing::Fetching(now))).await?;
         is_fetched.store(true, Ordering::Relaxed);
         say(Installing::Fetched);
-        Ok(())
+        Ok(fetched)
     };
     let report_linking = |now| {
         if is_fetched.load(Ordering::Relaxed) {
@@ -86,8 +89,9 @@ pub async fn install(
     };
     // A bundle is one archive: nothing can be made from a part of it.
     if wanted.beside_a_broker || matches!(wanted.set, PackageSet::Bundle(_)) {
-        fetching.await?;
-        return link(ops, preflight, wanted.set, None, report_linking).await;
+        let fetched = fetching.await?;
+        link(ops, preflight, wanted.set, None, report_linking).await?;
+        return Ok(fetched);
     }
     let (coming, ended) = oneshot::channel::<()>();
     let fetching = async {
@@ -101,7 +105,7 @@ pub async fn install(
             // If archives are missing, the link ends too and removes what it began, which it gets the time for. Its own error
             // would only follow from that of the fetch.
             let linked = linking.await;
-            fetched.and(linked)
+            fetched.and_then(|fetched| linked.map(|()| fetched))
         }
         Either::Right((linked, fetching)) => {
             linked?;
@@ -132,7 +136,7 @@ async fn fetch_archives(
     packages: &Packages,
     peers: &[String],
     progress: impl FnMut(Progress),
-) -> Result<(), StepError> {
+) -> Result<Fetched, StepError> {
     let path = preflight.prefix.join("pkgs");
     let pkgs = make_dirs_in_host_root(&path).map_err(|source| StepError::Directory { path, source })?;
     let host_file = |path: &str| host::host_root::open_host_file(Path::new(path));
@@ -141,7 +145,7 @@ async fn fetch_archives(
     let (digest, pkgs) = (set.digest(), path_of(&pkgs));
     let fetched = fetch(set, &digest, &preflight.platform, &pkgs, host_file, &http, &sources, progress).await?;
     info!(bytes = fetched.fetched_bytes, from_peers = fetched.from_peers, "packages are fetched");
-    Ok(())
+    Ok(fetched)
 }
 
 /// A client for the servers that `packages` names.
@@ -219,7 +223,7 @@ mod tests {
         let report = |event| was_fetched |= matches!(event, Installing::Fetched);
         let installing = super::install(&ops, &preflight, wanted, report);
         let outcome = tokio::time::timeout(Duration::from_mins(1), installing).await;
-        Some(Installed { outcome: outcome.unwrap(), was_fetched })
+        Some(Installed { outcome: outcome.unwrap().map(drop), was_fetched })
     }
 
     struct Installed {

@@ -20,8 +20,10 @@ use crate::{
     inputs::node_inputs::NodeInputs,
     step::Step,
 };
+use api::{PackageSet, Packages};
 use base::error_chain;
 use hostapi::Progress;
+use metrics::Source;
 use packages::{LINE_EVERY, Meter, Reading, quarters};
 
 /// Turns the events of one installation into log lines and messages.
@@ -110,6 +112,7 @@ pub async fn install_package_set(
     let (sender, events) = unbounded_channel();
     let (ops, packages, uninstall) = (agent.ops.clone(), inputs.spec.packages.clone(), inputs.spec.uninstall.clone());
     let (instance_uid, mut arrived) = (agent.sources.instance_uid().to_owned(), agent.background.serving.watch());
+    let metrics = agent.metrics.clone();
     let (prefix, beside_a_broker) = (preflight.prefix.clone(), is_beside_a_broker(step));
     let work = async move {
         let claimant = Claimant { instance_uid: &instance_uid, uninstall: &uninstall };
@@ -120,12 +123,25 @@ pub async fn install_package_set(
             }
             drop(sender.send(event));
         };
-        install(&ops, &preflight, wanted, report).await
+        let (begun, origin) = (Instant::now(), origin(wanted.set, wanted.packages));
+        let fetched = install(&ops, &preflight, wanted, report).await?;
+        let others = fetched.fetched_bytes.saturating_sub(fetched.from_peers);
+        metrics.installation(begun.elapsed(), &[(Source::Peer, fetched.from_peers), (origin, others)]);
+        Ok(())
     };
     let installed = follow(agent, inputs, step, &prefix, work, events).await;
     // Also if the installation ended before its last event was read.
     offer_archives(agent, inputs, &prefix);
     installed
+}
+
+/// Where packages come from that no other node has sent.
+fn origin(set: &PackageSet, packages: &Packages) -> Source {
+    match set {
+        PackageSet::Bundle(_) => Source::Bundle,
+        _ if packages.mirror.is_some() => Source::Mirror,
+        _ => Source::Source,
+    }
 }
 
 fn offer_archives(agent: &mut Agent, inputs: &NodeInputs, prefix: &Path) {

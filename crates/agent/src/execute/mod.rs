@@ -84,7 +84,11 @@ async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) -> Resul
             installation::install_package_set(agent, inputs, step, digest).await
         }
         Step::Start(decided) => start::start(agent, inputs, preflight, step, decided).await,
-        Step::Reload(assignment) => reload_resources(agent, inputs, preflight, assignment).await,
+        Step::Reload(assignment) => {
+            let loaded = reload_resources(agent, inputs, preflight, assignment).await;
+            agent.metrics.live_change(loaded.is_ok());
+            loaded
+        }
         Step::Drain(change) => drain(agent, change).await,
         Step::Close(closing) => close::close(agent, inputs, preflight, *closing).await,
         Step::Stop { reason, waits_for_jobs } => stop(agent, inputs, reason, *waits_for_jobs).await,

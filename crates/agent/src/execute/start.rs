@@ -30,6 +30,7 @@ use api::{Rank, Roster};
 use base::chance::chance;
 use cluster::ApiError;
 use hostapi::Preflight;
+use metrics::Start;
 use model::tree::parent;
 
 /// A connection to another node is made within milliseconds, or a second if its first packet is lost.
@@ -59,10 +60,22 @@ pub async fn start(
     NodeOps::can_listen(&roster, &assignment)?;
     agent.memory.starts.started(step, inputs.generation, Instant::now(), chance());
     let view = agent.ops.start(preflight, &roster, &assignment).await?;
+    agent.metrics.broker_start(why(inputs, assignment.epoch));
     if assignment.rank == 0 {
         agent.ops.remember(preflight, &roster, &view, revision, false).await?;
     }
     Ok(Outcome::Done)
+}
+
+/// Why a broker of `epoch` has to be started on a host that looked like this.
+fn why(inputs: &NodeInputs, epoch: u64) -> Start {
+    match &inputs.local_roster {
+        None => Start::First,
+        // That the brokers of an epoch end with it is no failure.
+        Some(last) if last.epoch < epoch => Start::Epoch,
+        Some(_) if inputs.host.died.is_some() => Start::Died,
+        Some(_) => Start::Again,
+    }
 }
 
 /// Writes everything that the broker reads at its start. While the API server does not answer, the files of the last start do.
