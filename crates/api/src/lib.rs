@@ -118,7 +118,7 @@ pub const BROKER_URI: &str = "local:///run/flux-distribute/broker/local";
 pub const DEFAULT_BROKER_PORT: u16 = 8050;
 /// TCP port at which agents serve the archives they hold to each other, on their Node's InternalIP.
 pub const PEER_PORT: u16 = 8052;
-/// TCP port at which an agent serves its metrics, on its Node's InternalIP, to those whom the API server permits it.
+/// TCP port at which an agent serves its metrics, on its Node's InternalIP, to clients that the API server permits.
 pub const METRICS_PORT: u16 = 8051;
 /// Audience of a token that is good for nothing but the metrics.
 pub const METRICS_AUDIENCE: &str = "flux-distribute-metrics";

@@ -1,6 +1,6 @@
 //! What an agent knows, in numbers.
 
-/// The phases of a member that are told, as `status.phase` of its FluxNode has them. Whatever else stands there, such as a word that a
+/// The phases of a member that have a series, as `status.phase` of its FluxNode has them. Whatever else stands there, such as a word that a
 /// captured node has made up, counts as `Other`: each label value is a series for ever.
 pub const PHASES: [&str; 10] =
     ["Waiting", "Preflight", "Installing", "Starting", "Online", "Draining", "Offline", "Removing", "Failed", "Other"];

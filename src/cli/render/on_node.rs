@@ -202,7 +202,7 @@ fn ports(roster: &Roster, Place { rank, member, .. }: &Place) -> Vec<String> {
         above.map(|above| format!("the broker connects to {} ({})", socket(above, port), above.node)),
     ];
     let agent = [
-        format!("TCP {}: the agent's metrics, for whom the API server permits them", socket(member, METRICS_PORT)),
+        format!("TCP {}: the agent's metrics, for clients that the API server permits", socket(member, METRICS_PORT)),
         format!("TCP {}: the agent serves packages to other nodes", socket(member, PEER_PORT)),
     ];
     broker.into_iter().flatten().chain(agent).collect()

@@ -41,7 +41,7 @@ start      once the lead has loaded the resources of this rank, and the broker o
            writes /opt/flux-distribute/run: the broker's rundir, with the temporary directories of jobs
 online     waits until the broker answers at local:///run/flux-distribute/broker/local, and is in state run
 ports      the broker connects to 10.0.0.1:8050 (n1)
-           TCP 10.0.0.3:8051: the agent's metrics, for whom the API server permits them
+           TCP 10.0.0.3:8051: the agent's metrics, for clients that the API server permits
            TCP 10.0.0.3:8052: the agent serves packages to other nodes
 mounts     none
 at the end removes all of it, and /run/flux-distribute; state.json lists what to undo

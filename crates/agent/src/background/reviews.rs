@@ -1,4 +1,4 @@
-//! Who may read the metrics: whom the API server permits `get` of the path `/metrics`, as kubelet and kube-rbac-proxy ask it, by a
+//! Which clients may read the metrics: those that the API server permits `get` of the path `/metrics`, as kubelet and kube-rbac-proxy ask it, by a
 //! TokenReview and a SubjectAccessReview. What a token may is remembered for a while, and strangers can make the agent ask only now
 //! and then.
 
@@ -50,7 +50,7 @@ pub enum Verdict {
     Busy,
 }
 
-/// Asks the API server, and remembers whom it permits.
+/// Asks the API server, and remembers which tokens it permits.
 pub struct Reviews {
     client: Client,
     known: Mutex<Known>,

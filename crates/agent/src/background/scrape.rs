@@ -1,4 +1,4 @@
-//! Serves the metrics at the Node's own address, over TLS, to those whom the API server permits it ([`super::reviews`]).
+//! Serves the metrics at the Node's own address, over TLS, to clients that the API server permits ([`super::reviews`]).
 //!
 //! The certificate is made at each start and nobody's: its key never leaves this process, and no client can check it. So the
 //! connection is private, and whoever answers in the agent's place gets the token of whoever asks. A token for the audience
