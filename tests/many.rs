@@ -15,7 +15,11 @@ use kube::{
     api::{Patch, PatchParams},
     client::Body,
 };
-use many::{Cost, Fleet, counts::Counts, flip_readiness, heartbeat};
+use many::{
+    Cost, Fleet,
+    counts::Counts,
+    objects::{flip_readiness, heartbeat},
+};
 use serde_json::json;
 use tokio::time::{pause, sleep};
 use tower::ServiceExt;

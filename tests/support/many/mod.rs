@@ -7,7 +7,7 @@
 
 pub mod counts;
 mod host;
-mod objects;
+pub mod objects;
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -24,7 +24,6 @@ use tokio::task::JoinHandle;
 
 use counts::{Counter, Counts};
 use host::{PlayedFlux, PlayedHost};
-pub use objects::{flip_readiness, heartbeat};
 
 /// One agent.
 pub struct Agent {

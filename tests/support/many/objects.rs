@@ -98,7 +98,7 @@ async fn make_node(client: &Client, number: u32) {
     let status = json!({
         "addresses": [{"type": "InternalIP", "address": address(number)}, {"type": "Hostname", "address": name}],
         "capacity": resources, "allocatable": resources, "conditions": conditions(),
-        "images": (0..50).map(image).collect::<Vec<_>>(),
+        "images": (0..62).map(image).collect::<Vec<_>>(),
         "nodeInfo": {"architecture": "amd64", "bootID": boot_id(number), "operatingSystem": "linux", "osImage": "Linux",
                      "kernelVersion": "6.12.0", "kubeletVersion": "v1.36.0", "containerRuntimeVersion": "containerd://2.1.0",
                      "kubeProxyVersion": "", "machineID": boot_id(number), "systemUUID": boot_id(number)},
