@@ -17,11 +17,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{FluxInstance, FluxNode};
+use api::{CONFIGMAP_ROSTER, FluxInstance, FluxNode, NAMESPACE};
 use api_server::ApiServer;
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use futures::FutureExt;
+use k8s_openapi::{
+    api::core::v1::ConfigMap, apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
+};
 use kube::{
-    Api, Client, Config, CustomResourceExt,
+    Api, Client, Config, CustomResourceExt, ResourceExt,
     api::PostParams,
     config::{KubeConfigOptions, Kubeconfig},
     runtime::wait::{await_condition, conditions},
@@ -77,7 +80,8 @@ async fn count(nodes: u32, steady: Duration) -> Value {
     // No controllers run here that would make service accounts, or take the taint of a new Node away.
     let server = ApiServer::up_with(&["--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"]);
     let client = client(&server).await;
-    let mut fleet = Fleet::make(client.clone(), nodes).await;
+    // One node more, which joins later.
+    let mut fleet = Fleet::make(client.clone(), nodes + 1).await;
     let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
     let kubelets = tokio::spawn(async move {
         let mut beats = interval(HEARTBEAT);
@@ -89,7 +93,7 @@ async fn count(nodes: u32, steady: Duration) -> Value {
     let before = memory();
     let begin = Instant::now();
     fleet.start(0..nodes as usize);
-    fleet.all_online().await;
+    fleet.online(nodes as usize).await;
     let online = begin.elapsed();
     eprintln!("{nodes} online after {online:?}");
     let start = fleet.costs();
@@ -99,6 +103,7 @@ async fn count(nodes: u32, steady: Duration) -> Value {
     sleep(steady).await;
     let steady_costs = since(&fleet, &settled);
     let (lead, planner) = (fleet.lead(), fleet.planner().await);
+    let join = join(&mut fleet, nodes as usize).await;
     let before_failover = fleet.costs();
     let begin = Instant::now();
     fleet.kill(planner).await;
@@ -123,8 +128,28 @@ async fn count(nodes: u32, steady: Duration) -> Value {
     json!({
         "nodes": nodes, "online_secs": online.as_secs_f64(), "bytes_of_memory_per_agent": each,
         "start": part(&start), "steady_secs": steady.as_secs_f64(), "steady": part(&steady_costs),
-        "failover_secs": failover.as_secs_f64(), "failover": part(&failover_costs),
+        "join_secs": join.as_secs_f64(), "failover_secs": failover.as_secs_f64(), "failover": part(&failover_costs),
     })
+}
+
+/// Starts the agent of node `number`; returns how long the planner takes from its report of the host to the roster that has it.
+async fn join(fleet: &mut Fleet, number: usize) -> Duration {
+    let (node, client) = (fleet.agents[number].node.clone(), fleet.admin.clone());
+    let rosters = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
+    let version = rosters.get_metadata(CONFIGMAP_ROSTER).await.unwrap().resource_version();
+    let is_another = |roster: Option<&ConfigMap>| roster.is_some_and(|roster| roster.resource_version() != version);
+    let has_facts = |node: Option<&FluxNode>| {
+        node.and_then(|node| node.status.as_ref()).is_some_and(|status| status.facts.is_some())
+    };
+    let nodes = Api::<FluxNode>::namespaced(client, NAMESPACE);
+    let (reported, published) =
+        (await_condition(nodes, &node, has_facts), await_condition(rosters, CONFIGMAP_ROSTER, is_another));
+    fleet.start([number]);
+    let (first, last) = tokio::join!(
+        reported.map(|found| found.map(|_| Instant::now())),
+        published.map(|found| found.map(|_| Instant::now()))
+    );
+    last.unwrap().saturating_duration_since(first.unwrap())
 }
 
 fn since(fleet: &Fleet, before: &[Cost]) -> Vec<Cost> {

@@ -73,7 +73,7 @@ impl Counted {
     async fn count(nodes: u32) -> Self {
         let mut fleet = Fleet::make(embedded(), nodes).await;
         fleet.start(0..nodes as usize);
-        fleet.all_online().await;
+        fleet.online(nodes as usize).await;
         let start = fleet.costs();
         pause();
         sleep(SETTLES).await;

@@ -111,9 +111,8 @@ impl Fleet {
         let _ = task.await;
     }
 
-    /// Waits until all nodes are online, as the planner and each agent say, and each pod is ready.
-    pub async fn all_online(&self) {
-        let all = self.agents.len();
+    /// Waits until `all` nodes are online, as the planner and each agent say, and each of their pods is ready.
+    pub async fn online(&self, all: usize) {
         let instances = Api::<FluxInstance>::namespaced(self.admin.clone(), NAMESPACE);
         let is_online = |instance: Option<&FluxInstance>| {
             let status = instance.and_then(|instance| instance.status.as_ref());
