@@ -108,7 +108,7 @@ impl hyper::body::Body for Counted {
         if let Some(data) = frame.as_ref().and_then(|frame| frame.as_ref().ok()?.data_ref()) {
             self.counter.add(|counts| &mut counts.bytes, &self.what, data.len() as u64);
             // Each event is one line.
-            let lines = data.iter().filter(|byte| **byte == b'\n').count() as u64;
+            let lines = data.split(|byte| *byte == b'\n').count() as u64 - 1;
             if self.what.starts_with("watch") && lines > 0 {
                 self.counter.add(|counts| &mut counts.events, &self.what, lines);
             }
