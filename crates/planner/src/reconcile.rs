@@ -47,7 +47,7 @@ use model::{
     project::project_all,
     protect::Protection,
     roster::{Decision, MovedDeadline, decide, decide_unserved, move_limits, no_lead},
-    status::{foremost, status, told_while_waiting},
+    status::{differ_by_counts, foremost, status, told_while_waiting},
     validate,
 };
 
@@ -56,6 +56,8 @@ use model::{
 const GATHER: Duration = Duration::from_millis(100);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
+/// Counts in the FluxInstance's status that have changed wait for at most this long since the last change was written.
+const LONGEST_COUNT: Duration = Duration::from_secs(5);
 /// A FluxNode that can't be written is reported after this long: most failures are over sooner.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
 /// After a failed write of annotations or labels of Nodes, how long until the next attempt.
@@ -89,6 +91,7 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
         protection: Protection::default(),
         mark_again: None,
         refused: BTreeMap::new(),
+        status_written: None,
     };
     let mut complete = false;
     loop {
@@ -115,6 +118,11 @@ pub async fn run(client: Client, identity: &str, predecessor_time: Option<Timest
             }
         }
     }
+}
+
+/// Pause between two writes of the FluxInstance's status that only count, in an instance of `size` members: each is sent to every agent.
+fn count_pause(size: u32) -> Duration {
+    Duration::from_millis(size.into()).min(LONGEST_COUNT)
 }
 
 struct Planner {
@@ -158,6 +166,8 @@ struct Planner {
     mark_again: Option<Instant>,
     /// The FluxNodes that could not be written, by name: since when, and why.
     refused: BTreeMap<String, (Instant, String)>,
+    /// When this planner has written the FluxInstance's status last.
+    status_written: Option<Instant>,
 }
 
 impl Planner {
@@ -286,7 +296,15 @@ impl Planner {
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
         let obstacle = foremost([obstacle, no_lead].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
+        let counts_only = flux.status.as_ref().is_some_and(|before| differ_by_counts(before, &next));
+        let was_just_written = self.status_written.is_some_and(|written| written.elapsed() < count_pause(next.size));
+        if counts_only && was_just_written {
+            return Ok(());
+        }
         self.announce(flux, &next, obstacle.as_ref()).await;
+        if flux.status.as_ref() != Some(&next) {
+            self.status_written = Some(Instant::now());
+        }
         instance::write_status(&self.client, flux, &next).await
     }
 

@@ -31,7 +31,7 @@ pub struct Background {
     pub health: Health,
     /// Serves archives to other nodes.
     pub serving: Serving,
-    metrics: Port,
+    metrics: Option<Port>,
     tidied: Tidied,
     inspecting: Inspecting,
     dumping: Dumping,
@@ -39,8 +39,8 @@ pub struct Background {
 }
 
 impl Background {
-    /// With the servers that run already.
-    pub fn new(health: Health, serving: Serving, metrics: Port, pod_name: &str, node_name: &str) -> Self {
+    /// With the servers that run already; `metrics` is the port of one.
+    pub fn new(health: Health, serving: Serving, metrics: Option<Port>, pod_name: &str, node_name: &str) -> Self {
         Self {
             health,
             serving,
@@ -69,7 +69,10 @@ impl Background {
         NodeInputs {
             held_archives: self.serving.holds().to_vec(),
             peer: self.serving.peer(),
-            port_problems: self.serving.trouble().into_iter().chain(self.metrics.trouble()).collect(),
+            port_problems: [self.serving.trouble(), self.metrics.as_ref().and_then(Port::trouble)]
+                .into_iter()
+                .flatten()
+                .collect(),
             damage: self.inspecting.damage(),
             pods: self.bridging.counts(),
             overlapping_on: self.bridging.overlapping_on(),
