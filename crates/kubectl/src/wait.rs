@@ -34,7 +34,7 @@ pub(crate) enum Step {
         done: usize,
         /// How many nodes there are in all; 0: not known.
         all: usize,
-        /// What is waited for, and by whom, in lines.
+        /// What is still missing, and on which nodes, in lines.
         text: String,
     },
     /// It does not go on by itself, and this is why.

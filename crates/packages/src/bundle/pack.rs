@@ -39,7 +39,7 @@ impl PackError {
     }
 }
 
-/// Writes the tree at `root` as a bundle and returns the writer. `progress` is told before each file how many bytes are packed.
+/// Writes the tree at `root` as a bundle and returns the writer. `progress` gets how many bytes are packed, before each file.
 pub(crate) fn pack<W: Write>(
     root: &Path,
     manifest: &BundleManifest,
