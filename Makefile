@@ -7,7 +7,7 @@ IMAGE ?= localhost/flux-distribute:$(VERSION)
 # Where rustup puts cargo.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build image-binary test chaos chaos-long lint licences image push demo demo-down kind-test deploy undeploy manifests clean
+.PHONY: help setup build image-binary test chaos chaos-long bench lint licences image push demo demo-down kind-test deploy undeploy manifests clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ chaos: setup ## Break things on purpose while a job runs, for up to an hour; TAB
 
 chaos-long: setup ## The same, five times as often
 	FLUX_DISTRIBUTE_CHAOS=long FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --profile chaos --test chaos
+
+bench: setup ## What many nodes cost, into docs/measured.md and target/bench.json; NODES="10 100", for up to half an hour
+	scripts/bench.py
 
 lint: setup ## Format, clippy, links in the sources' documentation
 	cargo fmt --check

@@ -45,7 +45,7 @@ fn lock(channel: &str, out: &Path) {
     let platforms = [packages::native_platform().to_owned()];
     let resolving = async {
         let http = HttpClient::new().unwrap();
-        packages::resolve(&asked, &platforms, &http, None, |path: &str| File::open(path)).await
+        packages::resolve(&asked, &platforms, &http, None, |path: &str| File::open(path), |_| ()).await
     };
     match block_on(resolving).unwrap() {
         PackageSet::Lock { lock, .. } => fs::write(out, lock).unwrap(),

@@ -250,7 +250,7 @@ class Pods(PodCluster):
     def join(self):
         """A node joins while gangs end; afterwards each node still has its core to give."""
         most = len(self.nodes)
-        self.set(most - 1)
+        self.set(size=most - 1)
         until_is(most - 1, "that size", self.size)
         try:
             for number in range(3 * self.room):

@@ -56,7 +56,18 @@ down() {
         if [ -n "$first" ]; then
             echo "waiting up to $timeout until every host is clean"
             # What it says of a time-out is said better below; whatever else went wrong shows there as hosts that are left.
-            "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="$timeout" >/dev/null 2>&1 || true
+            "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="$timeout" >/dev/null 2>&1 &
+            waiting=$!
+            said=
+            while kill -0 "$waiting" 2>/dev/null; do
+                now=$(left) || now=
+                if [ -n "$now" ] && [ "$now" != "$said" ]; then
+                    printf '%s\n\n' "$now"
+                    said=$now
+                fi
+                sleep 2
+            done
+            wait "$waiting" || true
             still=$(left)
             if [ -n "$still" ]; then
                 cat >&2 <<END

@@ -428,6 +428,28 @@ async fn what_other_pods_use_of_many_nodes_is_held_by_one_job() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_rank_that_was_drained_a_moment_ago_costs_no_other_rank_the_cores_of_its_pods() {
+    let Some(mut bed) = Bed::new().await else { return };
+    bed.bridge.abort();
+    for rank in 0..3 {
+        bed.make_other(&format!("other{rank}"), 2, rank).await;
+    }
+    bed.bridge = serve(bed.client.clone(), bed.brokers[0].socket(), &bed.uids, &bed.may_start_queues);
+    bed.until_allocated(6).await;
+    assert_eq!(bed.jobs(), "other-pods/3-nodes RUN [0-2]");
+    bed.flux(&["submit", "-n1", "-c3", "--requires=rank:0", "--job-name=waits", "sleep", "0"]);
+    bed.until_pending(1).await;
+    // The agent here tells the bridge nothing of it.
+    bed.flux(&["resource", "drain", "2", "memory"]);
+    bed.delete("other1").await;
+    bed.until_pending(2).await;
+    let jobs = bed.jobs();
+    let mut jobs: Vec<_> = jobs.lines().map(str::trim).collect();
+    jobs.sort_unstable();
+    assert_eq!(jobs, ["other-pods/machine0 RUN 0", "other-pods/machine2 SCHED", "waits SCHED"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_host_jobs_use_is_requested_in_kubernetes() {
     let Some(bed) = Bed::new().await else { return };
     for document in serde_norway::Deserializer::from_str(include_str!("../deploy/pods.yaml")) {

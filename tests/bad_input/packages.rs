@@ -81,7 +81,7 @@ async fn lock_of(channel: &str) -> String {
     let packages =
         Packages { channels: vec![channel.to_owned()], specs: vec!["flux-core".to_owned()], ..Packages::default() };
     let http = HttpClient::new().unwrap();
-    let set = resolve(&packages, &["linux-64".to_owned()], &http, None, |path| std::fs::File::open(path)).await;
+    let set = resolve(&packages, &["linux-64".to_owned()], &http, None, |path| std::fs::File::open(path), |_| ()).await;
     let PackageSet::Lock { lock, .. } = set.unwrap() else { panic!("not a lock") };
     lock
 }

@@ -18,7 +18,7 @@ fn a_bundle_of_packages_gives_the_same_instance() {
     let platforms = [native_platform().to_owned()];
     let solved = tokio::runtime::Runtime::new().unwrap().block_on(async {
         let http = HttpClient::new().unwrap();
-        resolve(&packages, &platforms, &http, None, |path| std::fs::File::open(path)).await.unwrap()
+        resolve(&packages, &platforms, &http, None, |path| std::fs::File::open(path), |_| ()).await.unwrap()
     });
     let PackageSet::Lock { lock: text, .. } = solved else { panic!("a bundle was not asked for") };
     std::fs::write(&lock, text).unwrap();

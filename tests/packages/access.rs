@@ -38,7 +38,7 @@ async fn a_redirect_is_followed_without_the_token() {
     let asked = asked(server.url(), &["flux-core"]);
     let error = resolve(&asked).await.unwrap_err();
     assert!(!format!("{error:?}").contains("s3cret"));
-    let set = packages::resolve(&asked, &[PLATFORM.to_owned()], &http, None, host_file).await.unwrap();
+    let set = packages::resolve(&asked, &[PLATFORM.to_owned()], &http, None, host_file, |_| ()).await.unwrap();
     let fetched = Host::new().fetch_from(&set, &http, &Sources::default()).await.unwrap();
     assert_eq!((other.sent(), leaked.load(Ordering::SeqCst)), (fetched.bytes, 0));
 }

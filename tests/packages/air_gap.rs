@@ -24,7 +24,7 @@ fn wait<T>(future: impl Future<Output = T>) -> T {
 fn lock(channel: &str, platforms: &[&str]) -> String {
     let platforms = platforms.iter().map(|p| (*p).to_owned()).collect::<Vec<_>>();
     let asked = asked(channel, &["flux-core"]);
-    match wait(packages::resolve(&asked, &platforms, &http(), None, host_file)).unwrap() {
+    match wait(packages::resolve(&asked, &platforms, &http(), None, host_file, |_| ())).unwrap() {
         PackageSet::Lock { lock, .. } => lock,
         PackageSet::Bundle(_) => panic!("a bundle was not asked for"),
     }

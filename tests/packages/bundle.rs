@@ -155,7 +155,8 @@ async fn a_bundle_is_fetched_from_the_host_or_refused_by_its_digest() {
     let directory = tempfile::tempdir().unwrap();
     let (from, bundle) = (directory.path().join("flux"), directory.path().join("flux.tar.gz"));
     installed_flux(&from);
-    create(&from, &bundle).unwrap();
+    let made = (from.clone(), bundle.clone());
+    tokio::task::spawn_blocking(move || create(&made.0, &made.1)).await.unwrap().unwrap();
     let host = Host::with(&bundle);
     fs::remove_file(host.archive()).unwrap();
     let (http, pkgs) = (HttpClient::new().unwrap(), host.prefix.path().join("pkgs"));

@@ -78,7 +78,7 @@ fn credentials(server: &Server, json: &str) -> Access {
 /// A lock of the channel behind the server, as `flux-distribute lock` makes it.
 async fn lock_of(server: &Server, http: &HttpClient) -> PackageSet {
     let asked = asked(server.url(), &["flux-core"]);
-    packages::resolve(&asked, &[PLATFORM.to_owned()], http, None, host_file).await.unwrap()
+    packages::resolve(&asked, &[PLATFORM.to_owned()], http, None, host_file, |_| ()).await.unwrap()
 }
 
 #[tokio::test]
@@ -115,7 +115,7 @@ async fn a_private_channel_is_read_with_the_secret_which_never_reaches_the_host(
     assert!(words.contains("403") && words.contains("spec.packages.allowHttpCredentials"), "{words}");
     assert!(!error.is_transient());
     let question = asked(server.url(), &["flux-core"]);
-    let error = packages::resolve(&question, &[PLATFORM.to_owned()], &http, None, host_file).await.unwrap_err();
+    let error = packages::resolve(&question, &[PLATFORM.to_owned()], &http, None, host_file, |_| ()).await.unwrap_err();
     let words = base::error_chain(&error);
     assert!(words.contains("spec.packages.allowHttpCredentials"), "{words}");
     assert_clean("the error", &words);

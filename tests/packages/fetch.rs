@@ -130,7 +130,7 @@ fn both_stages_of_the_pod_can_run_on_any_thread() {
     fn sendable(_: impl Send) {}
     let (http, packages) = (http(), Packages::default());
     let set = PackageSet::Bundle(api::BundleSource::default());
-    sendable(packages::resolve(&packages, &[], &http, None, host_file));
+    sendable(packages::resolve(&packages, &[], &http, None, host_file, |_| ()));
     sendable(packages::fetch(&set, "", PLATFORM, Path::new("/"), host_file, &http, &Sources::default(), |_| ()));
 }
 

@@ -74,7 +74,7 @@ async fn a_lock_for_two_platforms_is_reproducible_and_valid_in_a_spec() {
 
     locks::check_lock(&lock, &[]).unwrap();
     let both = ["linux-64".to_owned(), "linux-aarch64".to_owned()];
-    let set = packages::resolve(&given(&lock), &both, &http(), None, host_file).await.unwrap();
+    let set = packages::resolve(&given(&lock), &both, &http(), None, host_file, |_| ()).await.unwrap();
     assert_eq!(lock_of(set.clone()), lock);
     let host = Host::new();
     host.fetch(&set).await.unwrap();
@@ -410,7 +410,7 @@ async fn a_not_modified_answer_without_a_validator_works() {
     let expected = resolve(&asked).await.unwrap();
     let (client, platforms) = (http(), [PLATFORM.to_owned()]);
     for _ in 0..3 {
-        let again = packages::resolve(&asked, &platforms, &client, Some(cache.path()), host_file);
+        let again = packages::resolve(&asked, &platforms, &client, Some(cache.path()), host_file, |_| ());
         assert_eq!(again.await.unwrap(), expected);
     }
     // noarch is asked for once for each platform, the second time with a condition.

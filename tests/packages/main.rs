@@ -65,7 +65,7 @@ fn asked(channel: &str, specs: &[&str]) -> Packages {
 }
 
 async fn resolve(packages: &Packages) -> Result<PackageSet, SolveError> {
-    packages::resolve(packages, &[PLATFORM.to_owned()], &http(), None, host_file).await
+    packages::resolve(packages, &[PLATFORM.to_owned()], &http(), None, host_file, |_| ()).await
 }
 
 /// What a server's hook gives.

@@ -18,8 +18,13 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// Starts one from the directory that `KUBEBUILDER_ASSETS` names, and waits until it is ready.
+    /// Starts one from the directory that `KUBEBUILDER_ASSETS` names.
     pub fn up() -> Self {
+        Self::up_with(&[])
+    }
+
+    /// The same with these further arguments for kube-apiserver.
+    pub fn up_with(arguments: &[&str]) -> Self {
         let assets = PathBuf::from(std::env::var_os("KUBEBUILDER_ASSETS").unwrap());
         let mut server = Self { processes: Vec::new(), directory: tempfile::tempdir().unwrap() };
         let [storage, peers, port] = free_ports();
@@ -51,6 +56,7 @@ impl ApiServer {
             "--authorization-mode=RBAC".to_owned(),
             "--allow-privileged=true".to_owned(),
         ];
+        let apiserver: Vec<_> = apiserver.into_iter().chain(arguments.iter().map(|word| (*word).to_owned())).collect();
         let kubeconfig = serde_json::json!({
             "apiVersion": "v1",
             "kind": "Config",

@@ -48,6 +48,8 @@ pub use commands::{
     uninstall::{UninstallArguments, UninstallError, uninstall},
     verify::{VerifyArguments, verify},
 };
+#[cfg(feature = "test-support")]
+pub use run::simulate;
 pub use run::{Plan, run};
 
 /// Arguments of an agent; the DaemonSet passes them by the downward API.

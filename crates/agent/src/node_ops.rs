@@ -29,7 +29,7 @@ use host::{
     opening::open_plain_below,
     port::{is_port_taken, port_taken},
     state,
-    users::resolve_from_pod,
+    users::resolve_in_pod,
 };
 use hostapi::{
     Answer, ClaimOrder, ConfigureOrder, Host, HostError, HostFile, HostView, LaunchOrder, Order, Preflight,
@@ -190,7 +190,7 @@ impl NodeOps {
         let Content { broker_toml, certificate, roster, .. } = content;
         let copy =
             serde_json::to_string(roster).map_err(|source| StepError::Serialize { what: "the roster", source })?;
-        let owner = resolve_from_pod(&roster.settings.run_as).map_err(HostError::Refused)?;
+        let owner = resolve_in_pod(&roster.settings.run_as, self.host.passwd()).map_err(HostError::Refused)?;
         let texts = FileTexts { broker_toml, certificate: certificate.text(), roster: &copy };
         let files = files(&preflight.prefix, roster, assignment.rank, &texts, &owner)?;
         let order = ConfigureOrder {

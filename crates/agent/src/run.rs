@@ -14,6 +14,7 @@ use tokio::{
     sync::watch,
     time::{sleep, timeout},
 };
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, info, warn};
 
 use super::{
@@ -69,24 +70,13 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
     let (health, metrics) = (Health::default(), Metrics::default());
     health::serve(&arguments.probe.socket, health.clone(), metrics.clone());
     let client = counted_client(&metrics).await?;
-    let host: Arc<dyn Host> = Arc::new(NsHost::open()?);
+    let host = Arc::new(NsHost::open()?);
     info!(node = arguments.node_name, version = env!("CARGO_PKG_VERSION"), "the agent begins");
-    let sources = Sources::begin(&client, &arguments.node_name);
-    let (watched, place) = (sources.watched.clone(), sources.place.subscribe());
-    tokio::spawn(agents::count(client.clone(), arguments.daemonset.clone(), sources.place.clone()));
-    tokio::spawn(gate::follow(client.clone(), arguments.pod_name.clone(), health.ready()));
     let serving = Serving::begin(arguments.host_ip).await;
     let scraped = scrape::serve(arguments.host_ip, &metrics, client.clone()).await;
-    let mut agent = Agent {
-        ops: NodeOps { host, client: client.clone(), address: arguments.host_ip },
-        reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
-        sources,
-        memory: Memory::default(),
-        background: Background::new(health, serving, scraped, &arguments.pod_name, &arguments.node_name),
-        metrics: metrics.clone(),
-        termination_log: arguments.termination_log.clone(),
-        live_change: Arc::default(),
-    };
+    let background = Background::new(health, serving, scraped, &arguments.pod_name, &arguments.node_name);
+    let (mut agent, _beside) = begin(&arguments, &client, host, background, metrics.clone());
+    let (watched, place) = (agent.sources.watched.clone(), agent.sources.place.subscribe());
     let planner = tokio::spawn(plan(client.clone(), arguments.pod_name.clone(), place, metrics.clone()));
     let live_change = agent.live_change.clone();
     tokio::select! {
@@ -106,6 +96,46 @@ pub async fn run(arguments: AgentArguments, plan: Plan) -> Result<ExitCode, Agen
         execute::remove::clean(&mut agent).await;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Runs an agent on `host` with everything but its ports and what SIGTERM means, and `plan` beside it, until it is dropped. For tests that
+/// count what many agents cost.
+#[cfg(feature = "test-support")]
+pub async fn simulate(
+    arguments: AgentArguments,
+    client: Client,
+    host: Arc<dyn Host>,
+    plan: impl FnOnce(watch::Receiver<Place>) -> BoxFuture<'static, ()>,
+) {
+    let serving = Serving::begin(None).await;
+    let background = Background::new(Health::default(), serving, None, &arguments.pod_name, &arguments.node_name);
+    let (mut agent, _beside) = begin(&arguments, &client, host, background, Metrics::default());
+    let place = agent.sources.place.subscribe();
+    tokio::join!(rounds(&mut agent), plan(place));
+}
+
+/// Puts an agent together, and begins what goes on beside its rounds, until the handles are dropped.
+fn begin(
+    arguments: &AgentArguments,
+    client: &Client,
+    host: Arc<dyn Host>,
+    background: Background,
+    metrics: Metrics,
+) -> (Agent, [AbortOnDropHandle<()>; 2]) {
+    let sources = Sources::begin(client, &arguments.node_name, Arc::clone(&host));
+    let counting = agents::count(client.clone(), arguments.daemonset.clone(), sources.place.clone());
+    let following = gate::follow(client.clone(), arguments.pod_name.clone(), background.health.ready());
+    let agent = Agent {
+        ops: NodeOps { host, client: client.clone(), address: arguments.host_ip },
+        reporter: Reporter::new(client.clone(), arguments.node_name.clone(), &arguments.pod_name),
+        sources,
+        memory: Memory::default(),
+        background,
+        metrics,
+        termination_log: arguments.termination_log.clone(),
+        live_change: Arc::default(),
+    };
+    (agent, [tokio::spawn(counting), tokio::spawn(following)].map(AbortOnDropHandle::new))
 }
 
 /// Rounds without end. A change of a watched object, or of the broker's state, begins the next one at once.

@@ -1,5 +1,6 @@
 //! JSON that may be too large for an object of Kubernetes, which holds 1 MiB to 1.5 MiB: the roster of some three thousand
-//! members is. What is large is kept gzip'd; people and scripts read the rest as it is.
+//! members is. Besides, each agent reads it at its start. What is large is kept gzip'd, a tenth of its size; people and scripts read the rest
+//! as it is.
 
 use std::{
     borrow::Cow,
@@ -10,8 +11,8 @@ use flate2::{Compression, read::GzDecoder, write::GzEncoder};
 use k8s_openapi::ByteString;
 use serde_json::Value;
 
-/// Bytes from which on a text is packed.
-pub const LARGE: usize = 512 << 10;
+/// Bytes from which on a text is packed: the roster of some hundred members.
+pub const LARGE: usize = 32 << 10;
 /// Most bytes that are unpacked, more than any document of ours has. A longer one is cut off, and then does not parse.
 const MOST: u64 = 32 << 20;
 

@@ -1,6 +1,6 @@
 //! Carries out one action.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use k8s_openapi::{
     api::{
@@ -17,12 +17,14 @@ use kube::{
 use serde_json::{Value, json};
 use tracing::{info, warn};
 
+use api::Rank;
 use base::error_chain;
 use broker::{
     job_id::JobId,
     jobs::{SubmitError, cancel, finish, submit},
     queues,
     rfc3::{self, RpcError},
+    status::instance,
 };
 use cluster::{ApiError, call, gone_is_fine, patch_params};
 use pods::{
@@ -33,7 +35,10 @@ use pods::{
     record::ANNOTATION_JOB,
 };
 
-use crate::{flux::start_queues, placeholders, tell, under_way::Outcome};
+use crate::{available, flux::start_queues, placeholders, tell, under_way::Outcome};
+
+/// How long to wait after the broker did not say which ranks it gives jobs.
+const ASK_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// What actions are carried out with.
 #[derive(Clone)]
@@ -100,6 +105,17 @@ impl Tools {
     }
 
     async fn shadow(&self, step: &ShadowStep) -> Outcome {
+        let unavailable = match self.unavailable(step).await {
+            Ok(unavailable) => unavailable,
+            // Nothing was changed yet.
+            Err(error) => {
+                info!(error = error_chain(&error), "can't get the ranks that Flux gives jobs");
+                return Outcome::Busy(ASK_AGAIN_AFTER);
+            }
+        };
+        if !unavailable.is_empty() {
+            return Outcome::Apart(unavailable);
+        }
         let mut outcome = Outcome::Done(None);
         for request in &step.submit {
             // If a later request is refused, the jobs that were submitted show, and a later decision cancels them.
@@ -117,6 +133,21 @@ impl Tools {
             }
         }
         outcome
+    }
+
+    /// The ranks that the step asks for by one job with others, and that Flux gives no jobs now. Asked only if cores of other ranks come
+    /// free for that job: it would not get them, and others would. What the agent tells of ranks is some seconds old.
+    async fn unavailable(&self, step: &ShadowStep) -> Result<Vec<Rank>, RpcError> {
+        if step.cancel.is_empty() || !step.asks_for_many() {
+            return Ok(Vec::new());
+        }
+        let available = available(Some(&instance(&self.broker).await?));
+        let together = step.submit.iter().filter(|request| request.nodes.len() > 1);
+        Ok(together
+            .flat_map(|request| request.nodes.keys())
+            .copied()
+            .filter(|rank| !available.contains(*rank))
+            .collect())
     }
 
     async fn bind(&self, binding: &Binding) -> Result<(), ApiError> {

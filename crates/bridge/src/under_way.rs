@@ -44,6 +44,8 @@ pub(crate) enum Outcome {
     Refused(String),
     /// Nothing makes way, or not all, because the API server does not let these pods go, by uid. They make way for none for this long.
     Protected(BTreeSet<String>, Duration),
+    /// As [`Outcome::Failed`]: Flux gives these ranks no jobs now, so none that is for others too is to be for one of them.
+    Apart(Vec<Rank>),
     /// As [`Outcome::Failed`], and it must not be tried again for this long.
     Busy(Duration),
     /// It may have been done.
@@ -117,6 +119,10 @@ impl UnderWay {
             Outcome::Done(job) => begun.progress = Progress::Done(job, now + SHOWS_WITHIN),
             Outcome::Busy(pause) => begun.progress = Progress::Paused(now + pause),
             Outcome::Failed => drop(self.begun.remove(at)),
+            Outcome::Apart(ranks) => {
+                self.begun.remove(at);
+                self.refused_together.extend(ranks.into_iter().map(|rank| (rank, now)));
+            }
             Outcome::Protected(pods, pause) => {
                 self.begun.remove(at);
                 self.protected.extend(pods.into_iter().map(|uid| (uid, now + pause)));
@@ -158,7 +164,7 @@ impl UnderWay {
         keep_recent(&mut self.refused_ranks)
     }
 
-    /// The ranks of shadow jobs for several ranks that were refused less than [`PAUSE`] ago.
+    /// The ranks of shadow jobs for several ranks that were refused less than [`PAUSE`] ago, or that Flux gave no jobs then.
     pub(crate) fn refused_together(&mut self) -> BTreeSet<Rank> {
         keep_recent(&mut self.refused_together)
     }

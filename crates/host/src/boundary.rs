@@ -40,8 +40,11 @@ use tokio::{io::AsyncWriteExt, time::timeout};
 use super::{
     first_process,
     hear::{failed, read_stage_reply},
-    users::User,
+    host_root::open_in_host_root,
+    opening::open_only_path_below,
+    users::{User, passwd_from_pod},
 };
+use api::{BROKER_SOCKET_DIR, RUN_DIR};
 use base::redact::LOG_VARIABLE;
 use hostapi::{Answer, BEAT, Host, HostError, Order, Progress, Reply};
 
@@ -156,6 +159,25 @@ impl Host for NsHost {
     ) -> BoxFuture<'a, Result<Answer, HostError>> {
         Box::pin(async move { self.run_stage(&order, coming, progress).await })
     }
+
+    fn broker_socket(&self) -> io::Result<OwnedFd> {
+        broker_socket()
+    }
+
+    fn passwd(&self) -> io::Result<String> {
+        passwd_from_pod()
+    }
+}
+
+/// The socket of the broker that runs on this host, opened for its path only.
+///
+/// # Errors
+/// There is none, or the way to it leads elsewhere.
+pub fn broker_socket() -> io::Result<OwnedFd> {
+    let socket = Path::new(BROKER_SOCKET_DIR).join("local");
+    // The brokers' user owns that directory, and may have mounted something over it.
+    let below = socket.strip_prefix(RUN_DIR).unwrap_or(Path::new(""));
+    Ok(open_only_path_below(open_in_host_root(Path::new(RUN_DIR))?, below)?.into())
 }
 
 /// A command that runs `program`, a path on the host, in the host's namespaces, with `env` as its whole environment.

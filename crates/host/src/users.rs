@@ -97,19 +97,28 @@ pub fn resolve_on(root: &Root, run_as: &str) -> Result<User, Refusal> {
     resolve(run_as, &read("/etc/passwd"), &read("/etc/group"))
 }
 
-/// [`resolve`] without the supplementary groups, from the pod's side.
+/// The host's file for users, from the pod's side.
+const PASSWD: &str = "/etc/passwd";
+
+/// Reads the host's /etc/passwd from the pod's side; empty if it has none.
 ///
 /// # Errors
-/// As for [`resolve`]; a transient one if the host's /etc/passwd is there and can't be read.
-pub fn resolve_from_pod(run_as: &str) -> Result<User, Refusal> {
-    let path = Path::new("/etc/passwd");
+/// It can't be read.
+pub fn passwd_from_pod() -> io::Result<String> {
     let mut text = Vec::new();
-    match open_host_file(path).and_then(|mut file| file.read_to_end(&mut text)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(Refusal::transient(format!("can't read the host's {}: {error}", path.display())))
-        }
-        _ => resolve(run_as, &String::from_utf8_lossy(&text), ""),
+    match open_host_file(Path::new(PASSWD)).and_then(|mut file| file.read_to_end(&mut text)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(String::from_utf8_lossy(&text).into_owned()),
     }
+}
+
+/// Finds `run_as` as [`resolve`] does, without its supplementary groups, in what [`passwd_from_pod`] has returned.
+///
+/// # Errors
+/// As [`resolve`]; transient if the file could not be read.
+pub fn resolve_in_pod(run_as: &str, passwd: io::Result<String>) -> Result<User, Refusal> {
+    let unread = |error| Refusal::transient(format!("can't read the host's {PASSWD}: {error}"));
+    resolve(run_as, &passwd.map_err(unread)?, "")
 }
 
 fn without_entry(uid: u32) -> User {

@@ -2,6 +2,8 @@
 
 use std::{
     collections::VecDeque,
+    io,
+    os::fd::OwnedFd,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
@@ -78,5 +80,14 @@ impl Host for FakeHost {
             coming.await;
             Ok(answer)
         })
+    }
+
+    /// No broker of a recorded host has a socket.
+    fn broker_socket(&self) -> io::Result<OwnedFd> {
+        Err(io::ErrorKind::NotFound.into())
+    }
+
+    fn passwd(&self) -> io::Result<String> {
+        Ok(String::new())
     }
 }

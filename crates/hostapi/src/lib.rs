@@ -11,7 +11,7 @@ mod order;
 mod progress;
 mod roster_copy;
 
-use std::time::Duration;
+use std::{io, os::fd::OwnedFd, time::Duration};
 
 use futures::future::BoxFuture;
 
@@ -27,7 +27,7 @@ pub use roster_copy::{FileVersion, RosterCopy};
 /// these words.
 pub const BEAT: Duration = Duration::from_secs(1);
 
-/// Carries out the agent's orders on its host.
+/// Carries out the agent's orders on its host, and leads to what the agent reads there without an order.
 pub trait Host: Send + Sync {
     /// Has a stage carry out `order`, and calls `progress` whenever the stage reports some.
     ///
@@ -50,6 +50,18 @@ pub trait Host: Send + Sync {
         coming: BoxFuture<'a, ()>,
         progress: &'a mut (dyn FnMut(Progress) + Send),
     ) -> BoxFuture<'a, Result<Answer, HostError>>;
+
+    /// The socket of the broker that runs here, opened for its path only.
+    ///
+    /// # Errors
+    /// There is none, or it can't be opened safely.
+    fn broker_socket(&self) -> io::Result<OwnedFd>;
+
+    /// The text of the host's /etc/passwd; empty if it has none.
+    ///
+    /// # Errors
+    /// It can't be read.
+    fn passwd(&self) -> io::Result<String>;
 }
 
 /// Why an order was not carried out.

@@ -111,17 +111,21 @@ pub(crate) enum Command {
     #[command(after_help = "Example:\n  kubectl flux resume")]
     Resume,
     /// Set spec.size: how many nodes may take part
-    #[command(after_help = "Example:\n  kubectl flux scale 8")]
+    #[command(after_help = "Examples:\n  kubectl flux scale 8\n  kubectl flux scale 8 --wait")]
     Scale {
         /// How many; a node that leaves is drained first
         size: u32,
+        #[command(flatten)]
+        waiting: Waiting,
     },
     /// Show what the next coordinated restart brings, and what it waits for
-    #[command(after_help = "Example:\n  kubectl flux upgrade")]
+    #[command(after_help = "Examples:\n  kubectl flux upgrade\n  kubectl flux upgrade --now --wait")]
     Upgrade {
         /// Restart now, even if jobs run: these are lost
         #[arg(long)]
         now: bool,
+        #[command(flatten)]
+        waiting: Waiting,
     },
     /// Remove Flux from all hosts, and everything of flux-distribute from the cluster
     #[command(after_help = "Example:\n  kubectl flux uninstall")]
@@ -217,6 +221,17 @@ pub(crate) struct SupportOptions {
     /// The logs of all agents, instead of at most 30: the lead's, those of nodes with trouble, and others
     #[arg(long)]
     pub all_logs: bool,
+}
+
+/// Whether to wait for what was begun.
+#[derive(Args, Debug, Clone)]
+pub(crate) struct Waiting {
+    /// Wait until all members are online, and show what is waited for
+    #[arg(long)]
+    pub wait: bool,
+    /// How long to wait, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "wait")]
+    pub timeout: u64,
 }
 
 #[derive(Args, Debug, Clone)]

@@ -27,6 +27,7 @@ mod support;
 mod tree;
 mod uninstall;
 mod upgrade;
+mod wait;
 
 use std::{
     io::{self, Write},
@@ -98,8 +99,8 @@ async fn run(arguments: Arguments) -> Result<ExitCode, KubectlError> {
         Command::Undrain { nodes } => in_instance::undrain(&cluster, &nodes).await,
         Command::Pause => in_instance::flux(&cluster, FluxCommand::Pause).await,
         Command::Resume => in_instance::flux(&cluster, FluxCommand::Resume).await,
-        Command::Scale { size } => scale::run(&cluster, size).await,
-        Command::Upgrade { now } => upgrade::run(&cluster, now).await,
+        Command::Scale { size, waiting } => scale::run(&cluster, size, &waiting).await,
+        Command::Upgrade { now, waiting } => upgrade::run(&cluster, now, &waiting).await,
         Command::Uninstall(options) => uninstall::run(&cluster, &options).await,
     }
 }

@@ -6,10 +6,12 @@ use kube::runtime::wait::await_condition;
 use serde_json::json;
 
 use crate::{
+    arguments::Waiting,
     change::change,
     error::{KubectlError, chain},
     observed::Cluster,
     screen::print,
+    wait,
 };
 use api::{CONDITION_SCALE_DENIED, FluxInstance, FluxInstanceStatus, INSTANCE};
 use base::words::visible_lines;
@@ -17,15 +19,34 @@ use base::words::visible_lines;
 /// How long to wait for the planner. It answers within a second or two, unless another one is just taking over.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Changes `spec.size`, and prints what the planner says of it.
+/// Changes `spec.size`, and prints what the planner says of it. With `--wait`, waits until the members are online and no others are left.
 ///
 /// # Errors
-/// There is no instance, the API server refuses the size, or the answer can't be read.
-pub(crate) async fn run(cluster: &Cluster, size: u32) -> Result<ExitCode, KubectlError> {
+/// There is no instance, the API server refuses the size, or the answer can't be read. With `--wait`, what [`wait::until`] says, or the
+/// planner denies the size.
+pub(crate) async fn run(cluster: &Cluster, size: u32, waiting: &Waiting) -> Result<ExitCode, KubectlError> {
     let changed = change(cluster, "size", &json!({"spec": {"size": size}})).await?;
-    let answer = answer(cluster, size, changed.metadata.generation.unwrap_or_default()).await?;
+    let generation = changed.metadata.generation.unwrap_or_default();
+    let answer = answer(cluster, size, generation).await?;
     print(&visible_lines(&format!("{}{}\n", text(size, answer.as_ref()), cluster.name())))?;
+    if waiting.wait {
+        if let Some(denied) = answer.as_ref().and_then(|status| status.holding(CONDITION_SCALE_DENIED)) {
+            return Err(KubectlError::State(denied.message.clone()));
+        }
+        let limit = Duration::from_secs(waiting.timeout);
+        let look = async || {
+            let observed = cluster.observe().await?;
+            let has_begun = has_seen(observed.instance.status.as_ref(), generation);
+            Ok(wait::step(&observed, has_begun, Some(size)))
+        };
+        wait::until(limit, look, |text| wait::late(limit, text)).await?;
+        print("all members are online\n")?;
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+fn has_seen(status: Option<&FluxInstanceStatus>, generation: i64) -> bool {
+    status.is_some_and(|status| status.observed_generation >= generation)
 }
 
 /// The status once the planner has seen that generation of the spec; None if it hasn't in time.
@@ -33,11 +54,10 @@ pub(crate) async fn run(cluster: &Cluster, size: u32) -> Result<ExitCode, Kubect
 /// # Errors
 /// The instance can't be watched.
 async fn answer(cluster: &Cluster, size: u32, generation: i64) -> Result<Option<FluxInstanceStatus>, KubectlError> {
-    let has_seen = move |instance: Option<&FluxInstance>| {
-        let status = instance.and_then(|instance| instance.status.as_ref());
-        status.is_some_and(|status| status.observed_generation >= generation)
+    let is_seen = move |instance: Option<&FluxInstance>| {
+        has_seen(instance.and_then(|instance| instance.status.as_ref()), generation)
     };
-    let answered = tokio::time::timeout(ANSWER, await_condition(cluster.instances(), INSTANCE, has_seen)).await;
+    let answered = tokio::time::timeout(ANSWER, await_condition(cluster.instances(), INSTANCE, is_seen)).await;
     let unread = |error| {
         let why = chain(&error);
         KubectlError::State(format!("spec.size is now {size}, but the planner's answer can't be read: {why}"))

@@ -3,7 +3,8 @@
 use std::{
     io::{BufRead, IsTerminal, Write},
     process::{Command, ExitCode, Stdio},
-    time::{Duration, Instant},
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
 };
 
 use kube::{ResourceExt, api::DeleteParams, core::DeserializeGuard};
@@ -11,11 +12,12 @@ use kube::{ResourceExt, api::DeleteParams, core::DeserializeGuard};
 use crate::{
     alike::alike,
     arguments::UninstallOptions,
-    error::{KubectlError, chain, is_denied},
+    error::KubectlError,
     kubectl,
     observed::{Cluster, Observed},
     overview::lead_of,
-    screen::{complain, print, word},
+    screen::{print, word},
+    wait::{self, Step},
 };
 use api::{FluxNode, INSTANCE, NAMESPACE, RunningJobs};
 use base::{
@@ -29,8 +31,6 @@ use model::hostlist::shortened;
 /// bridge with it. Only their kinds and names matter here.
 const OBJECTS: [&str; 2] =
     [include_str!("../../../deploy/pods.yaml"), include_str!("../../../deploy/daemonset-installer.yaml")];
-/// How often to look.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Removes Flux from all hosts, and then what is left in the cluster.
 ///
@@ -105,39 +105,35 @@ fn agree(what: &str, is_agreed: bool) -> Result<(), KubectlError> {
     }
 }
 
-/// Waits until the last FluxNode is gone, and prints what the others wait for, each time that it changes.
+/// Waits until the last FluxNode is gone, and shows what the others wait for.
 ///
 /// # Errors
 /// A host is not clean at the limit, or the API server doesn't answer until then.
 async fn wait_for_hosts(cluster: &Cluster, limit: Duration) -> Result<(), KubectlError> {
-    let (begin, mut printed) = (Instant::now(), String::new());
-    loop {
-        let text = match cluster.nodes().await {
-            Ok(nodes) => left(&nodes),
+    let most = AtomicUsize::new(0);
+    let look = async || {
+        let nodes = match cluster.nodes().await {
             // The kind itself is gone.
-            Err(error) if error.code() == Some(404) => None,
-            Err(error) if begin.elapsed() > limit || is_denied(&error) => return Err(error.into()),
-            Err(error) => Some(format!("{}\n", visible(&chain(&error)))),
+            Err(error) if error.code() == Some(404) => return Ok(Step::Done),
+            nodes => nodes?,
         };
-        let Some(text) = text else { return print("all hosts are clean\n") };
-        if begin.elapsed() > limit {
-            return Err(KubectlError::State(format!(
-                "not clean after {} s:\n{text}\
-                 - A host that waits for running jobs: let them end or cancel them (flux cancel --all), then uninstall again.\n\
-                 - A node that is gone for good: kubectl -n {NAMESPACE} delete fluxnode NODE\n\
-                 - A node without an agent, as by a taint or label that came later: take that off, or run flux-distribute \
-                 uninstall there\n\
-                 - To delete the rest now and leave these hosts as they are, with the files of this version: kubectl delete \
-                 --ignore-not-found -f deploy/pods.yaml -f deploy/daemonset-installer.yaml",
-                limit.as_secs()
-            )));
-        }
-        if text != printed {
-            complain(&text);
-            printed = text;
-        }
-        tokio::time::sleep(LOOK_EVERY).await;
-    }
+        let all = most.fetch_max(nodes.len(), Ordering::Relaxed).max(nodes.len());
+        Ok(left(&nodes).map_or(Step::Done, |text| Step::Waits { done: all - nodes.len(), all, text }))
+    };
+    let late = |text: &str| {
+        format!(
+            "not clean after {} s:\n{text}\n\
+             - A host that waits for running jobs: let them end or cancel them (flux cancel --all), then uninstall again.\n\
+             - A node that is gone for good: kubectl -n {NAMESPACE} delete fluxnode NODE\n\
+             - A node without an agent, as by a taint or label that came later: take that off, or run flux-distribute \
+             uninstall there\n\
+             - To delete the rest now and leave these hosts as they are, with the files of this version: kubectl delete \
+             --ignore-not-found -f deploy/pods.yaml -f deploy/daemonset-installer.yaml",
+            limit.as_secs()
+        )
+    };
+    wait::until(limit, look, late).await?;
+    print("all hosts are clean\n")
 }
 
 /// The hosts that are not clean, those with the same words in a line; None if there are none. Pure.
@@ -150,9 +146,9 @@ fn left(nodes: &[DeserializeGuard<FluxNode>]) -> Option<String> {
     };
     let lines = alike(nodes, words).into_iter().map(|(words, nodes)| {
         let nodes: Vec<_> = nodes.iter().map(|node| node.name_any()).collect();
-        format!("  {}: {words}\n", visible(&shortened(nodes.iter().map(String::as_str))))
+        format!("\n  {}: {words}", visible(&shortened(nodes.iter().map(String::as_str))))
     });
-    (!nodes.is_empty()).then(|| format!("{} to clean\n{}", many(nodes.len() as u64, "host"), lines.collect::<String>()))
+    (!nodes.is_empty()).then(|| format!("{} to clean{}", many(nodes.len() as u64, "host"), lines.collect::<String>()))
 }
 
 /// Deletes objects by kubectl, which knows in which order kinds go and what is gone already; returns its exit code.
@@ -213,7 +209,7 @@ mod tests {
         assert_eq!(left(&[]), None);
         let waits = || json!({"phase": "Removing", "message": "2 jobs\u{1b} run"});
         let nodes = [node("n1", waits()), node("n2", json!({"phase": "Removing"})), node("n3", waits())];
-        let expected = "3 hosts to clean\n  n[1,3]: Removing 2 jobs? run\n  n2: Removing\n";
+        let expected = "3 hosts to clean\n  n[1,3]: Removing 2 jobs? run\n  n2: Removing";
         assert_eq!(left(&nodes).as_deref(), Some(expected));
     }
 }

@@ -1,20 +1,20 @@
 //! `kubectl flux upgrade`: what a coordinated restart would bring, and its begin.
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use k8s_openapi::jiff::Timestamp;
 use serde_json::json;
 
-use crate::{change::change, error::KubectlError, observed::Cluster, screen::print};
+use crate::{arguments::Waiting, change::change, error::KubectlError, observed::Cluster, screen::print, wait};
 use api::{ANNOTATION_RESTART, CONDITION_RESTART_PENDING, FluxInstanceStatus, INSTANCE, NAMESPACE};
 use base::words::visible_lines;
 use model::conditions::SHUT_DOWN_REASON;
 
-/// Prints what a coordinated restart would bring. With `now`, begins it.
+/// Prints what a coordinated restart would bring. With `now`, begins it. With `--wait`, waits until the next epoch is online.
 ///
 /// # Errors
-/// There is no instance; or nothing waits for a restart, so that one would only cost jobs.
-pub(crate) async fn run(cluster: &Cluster, now: bool) -> Result<ExitCode, KubectlError> {
+/// There is no instance; nothing waits for a restart, so that one would only cost jobs; or what [`wait::until`] says.
+pub(crate) async fn run(cluster: &Cluster, now: bool, waiting: &Waiting) -> Result<ExitCode, KubectlError> {
     let status = cluster.instance().await?.status.unwrap_or_default();
     let why = why_restart(&status);
     if now {
@@ -29,6 +29,16 @@ pub(crate) async fn run(cluster: &Cluster, now: bool) -> Result<ExitCode, Kubect
     }
     let on = if now { format!("{}\n", cluster.name()) } else { String::new() };
     print(&visible_lines(&(text(&why, now) + &on)))?;
+    if waiting.wait && why != Why::Nothing {
+        let (limit, before) = (Duration::from_secs(waiting.timeout), status.epoch);
+        let look = async || {
+            let observed = cluster.observe().await?;
+            let has_begun = observed.instance.status.as_ref().is_some_and(|status| status.epoch > before);
+            Ok(wait::step(&observed, has_begun, None))
+        };
+        wait::until(limit, look, |text| wait::late(limit, text)).await?;
+        print("all members are online in the next epoch\n")?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 

@@ -114,6 +114,20 @@ pub fn status(
     next
 }
 
+/// True if `next` differs from `before` only by counts and by words, which change with every node that comes or goes. All agents are sent each
+/// state that is written.
+pub fn differ_by_counts(before: &FluxInstanceStatus, next: &FluxInstanceStatus) -> bool {
+    let rest = |status: &FluxInstanceStatus| {
+        let mut rest = status.clone();
+        // Agents look whether anybody is online.
+        (rest.online, rest.size, rest.revision) = (rest.online.min(1), 0, 0);
+        (rest.message, rest.pending_nodes, rest.pods) = (None, None, None);
+        rest.conditions.iter_mut().for_each(|condition| condition.message.clear());
+        rest
+    };
+    before != next && rest(before) == rest(next)
+}
+
 /// The findings about how many nodes are online and what keeps the others away.
 fn progress(
     seen: &Observed,
@@ -341,6 +355,36 @@ mod tests {
             change(&mut world);
             let obstacle = told_while_waiting(&world.seen(), found.clone(), "the reason".to_owned());
             assert_eq!(obstacle, reported, "{found:?}");
+        }
+    }
+
+    #[test]
+    fn counts_and_words_wait_and_all_else_in_the_status_does_not() {
+        type Edit = fn(&mut FluxInstanceStatus);
+        let condition = |message: &str| Condition {
+            type_: "Progressing".to_owned(),
+            status: "True".to_owned(),
+            reason: "NodesComeUp".to_owned(),
+            message: message.to_owned(),
+            last_transition_time: Time(Timestamp::UNIX_EPOCH),
+            observed_generation: None,
+        };
+        let conditions = vec![condition("7 of 9")];
+        let before = FluxInstanceStatus { online: 7, size: 9, conditions, ..FluxInstanceStatus::default() };
+        for (what, edit, waits) in [
+            ("nothing", (|_| {}) as Edit, false),
+            ("one more is online", |status| status.online = 8, true),
+            ("one more member", |status| (status.size, status.revision) = (10, 4), true),
+            ("other words", |status| status.conditions[0].message = "8 of 9".to_owned(), true),
+            ("nobody is online", |status| status.online = 0, false),
+            ("another phase", |status| status.phase = InstancePhase::Running, false),
+            ("another epoch", |status| status.epoch = 2, false),
+            ("a followed generation", |status| (status.online, status.observed_generation) = (8, 2), false),
+            ("a condition ends", |status| status.conditions[0].status = "False".to_owned(), false),
+        ] {
+            let mut next = before.clone();
+            edit(&mut next);
+            assert_eq!(differ_by_counts(&before, &next), waits, "{what}");
         }
     }
 

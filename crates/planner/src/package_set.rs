@@ -174,8 +174,8 @@ impl Resolver {
                 access.credentials.as_deref(),
             );
             let http = http.and_then(|access| access.client_for(&packages))?;
-            Ok(resolve(&packages, &platforms, &http, None, |path| host::host_root::open_host_file(path.as_ref()))
-                .await?)
+            let open = |path: &str| host::host_root::open_host_file(path.as_ref());
+            Ok(resolve(&packages, &platforms, &http, None, open, |_| ()).await?)
         };
         self.running = Some((question, JoinSet::from_iter([work])));
         None

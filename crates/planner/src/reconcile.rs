@@ -49,7 +49,7 @@ use model::{
     project::project_all,
     protect::Protection,
     roster::{Decision, MovedDeadline, decide, decide_unserved, move_limits, no_lead},
-    status::{foremost, status, told_while_waiting},
+    status::{differ_by_counts, foremost, status, told_while_waiting},
     validate,
 };
 
@@ -58,6 +58,8 @@ use model::{
 const GATHER: Duration = Duration::from_millis(100);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
+/// Counts in the FluxInstance's status that have changed wait for at most this long since the last change was written.
+const LONGEST_COUNT: Duration = Duration::from_secs(5);
 /// A FluxNode that can't be written is reported after this long: most failures are over sooner.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
 /// After a failed write of annotations or labels of Nodes, how long until the next attempt.
@@ -98,6 +100,7 @@ pub async fn run(
         mark_again: None,
         refused: BTreeMap::new(),
         metrics: metrics.clone(),
+        status_written: None,
     };
     let mut complete = false;
     loop {
@@ -127,6 +130,11 @@ pub async fn run(
             }
         }
     }
+}
+
+/// Pause between two writes of the FluxInstance's status that only count, in an instance of `size` members: each is sent to every agent.
+fn count_pause(size: u32) -> Duration {
+    Duration::from_millis(size.into()).min(LONGEST_COUNT)
 }
 
 struct Planner {
@@ -171,6 +179,8 @@ struct Planner {
     /// The FluxNodes that could not be written, by name: since when, and why.
     refused: BTreeMap<String, (Instant, String)>,
     metrics: Metrics,
+    /// When this planner has written the FluxInstance's status last.
+    status_written: Option<Instant>,
 }
 
 impl Planner {
@@ -304,7 +314,15 @@ impl Planner {
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         let lead_online = planned.as_ref().is_some_and(|planned| planned.members.is_shown_online(0));
         self.metrics.set_instance(Some(measured(&next, lead_online, roster, reports)));
+        let counts_only = flux.status.as_ref().is_some_and(|before| differ_by_counts(before, &next));
+        let was_just_written = self.status_written.is_some_and(|written| written.elapsed() < count_pause(next.size));
+        if counts_only && was_just_written {
+            return Ok(());
+        }
         self.announce(flux, &next, obstacle.as_ref()).await;
+        if flux.status.as_ref() != Some(&next) {
+            self.status_written = Some(Instant::now());
+        }
         instance::write_status(&self.client, flux, &next).await
     }
 

@@ -22,6 +22,7 @@ use base::error_chain;
 use bridge::{Bridge, Reported, Told};
 use broker::queues::QueueError;
 use cluster::ApiError;
+use hostapi::Host;
 use model::broker_toml::stops_queues_on_restart;
 use pods::world::Settings;
 
@@ -130,9 +131,13 @@ impl Bridging {
             _ => {
                 let (sender, told) = watch::channel(told);
                 let (report, reported) = watch::channel(Reported::default());
+                let host = Arc::clone(&ops.host);
                 let bridge = Bridge {
                     client: ops.client.clone(),
-                    connect: Box::new(|| Box::pin(broker_state::connect())),
+                    connect: Box::new(move || {
+                        let host = Arc::clone(&host);
+                        Box::pin(async move { broker_state::connect_on(&*host).await })
+                    }),
                     told,
                     // The uninstall is about to stop the broker, which would end a job that starts now.
                     may_start_queues: Box::new(|| !uninstall_is_under_way()),
@@ -150,10 +155,13 @@ impl Bridging {
         if self.cleanup.as_ref().is_some_and(|cleanup| cleanup.broker == broker) {
             return;
         }
-        let client = ops.client.clone();
+        let (client, host) = (ops.client.clone(), Arc::clone(&ops.host));
         let task = tokio::spawn(async move {
             // Side by side: queues must not stay stopped while the API server takes no deletion.
-            tokio::join!(until_removed(|| bridge::remove_placeholder_pods(&client)), until_clean(starts_queues));
+            tokio::join!(
+                until_removed(|| bridge::remove_placeholder_pods(&client)),
+                until_clean(&*host, starts_queues)
+            );
         });
         self.cleanup = Some(Cleanup { broker, _task: AbortOnDropHandle::new(task) });
     }
@@ -184,11 +192,11 @@ async fn until_removed<F: Future<Output = Result<(), ApiError>>>(remove: impl Fn
 }
 
 /// Ends what a bridge may have left in the instance.
-async fn until_clean(starts_queues: bool) {
+async fn until_clean(host: &dyn Host, starts_queues: bool) {
     loop {
         match uninstall_is_under_way() {
             true => debug!("flux-distribute uninstall runs: what a bridge may have left stays"),
-            false => match clean_up_once(starts_queues).await {
+            false => match clean_up_once(host, starts_queues).await {
                 Ok(()) => return,
                 Err(error) => {
                     debug!(error = error_chain(&error), "can't end what a bridge may have left: trying again");
@@ -199,8 +207,8 @@ async fn until_clean(starts_queues: bool) {
     }
 }
 
-async fn clean_up_once(starts_queues: bool) -> Result<(), QueueError> {
-    bridge::clean_up(&broker_state::connect().await?, starts_queues).await
+async fn clean_up_once(host: &dyn Host, starts_queues: bool) -> Result<(), QueueError> {
+    bridge::clean_up(&broker_state::connect_on(host).await?, starts_queues).await
 }
 
 /// Decides what is to run beside the broker of this host.

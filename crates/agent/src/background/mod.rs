@@ -41,7 +41,7 @@ pub struct Background {
 }
 
 impl Background {
-    /// With the servers that run already.
+    /// With the servers that run already; `scraped` is the port of one.
     pub fn new(health: Health, serving: Serving, scraped: Option<Port>, pod_name: &str, node_name: &str) -> Self {
         Self {
             health,
@@ -71,11 +71,9 @@ impl Background {
         NodeInputs {
             held_archives: self.serving.holds().to_vec(),
             peer: self.serving.peer(),
-            port_problems: self
-                .serving
-                .trouble()
+            port_problems: [self.serving.trouble(), self.scraped.as_ref().and_then(Port::trouble)]
                 .into_iter()
-                .chain(self.scraped.as_ref().and_then(Port::trouble))
+                .flatten()
                 .collect(),
             damage: self.inspecting.damage(),
             pods: self.bridging.counts(),

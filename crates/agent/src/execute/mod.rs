@@ -108,7 +108,7 @@ async fn reload_resources(
     let _until_finished = live_change.lock().await;
     let Content { roster, revision, .. } = agent.ops.configure(preflight, &roster, assignment, true).await?;
     let mut settled = true;
-    reload(&broker_state::connect().await?, |held| {
+    reload(&broker_state::connect_on(&*agent.ops.host).await?, |held| {
         settled = are_settled(&roster, held);
         live_configuration(&roster, held)
     })
@@ -124,7 +124,7 @@ async fn drain(agent: &mut Agent, change: &DrainChange) -> Result<Outcome, StepE
     info!(?change, "draining");
     let mut broker = agent.sources.broker.clone();
     broker.mark_unchanged();
-    drains::apply(&broker_state::connect().await?, change).await?;
+    drains::apply(&broker_state::connect_on(&*agent.ops.host).await?, change).await?;
     agent.sources.ask_broker.notify_one();
     // The same request again, before the broker reports this one, would be one more event in Flux's log for ever.
     let _ = timeout(2 * broker_state::ASK_EVERY, broker.changed()).await;

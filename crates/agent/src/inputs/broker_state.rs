@@ -2,7 +2,8 @@
 
 use std::{
     convert::Infallible,
-    io::{ErrorKind, Write},
+    io::{self, ErrorKind, Write},
+    os::fd::OwnedFd,
     path::Path,
     pin::pin,
     sync::Arc,
@@ -16,7 +17,7 @@ use tokio::{
 };
 use tracing::debug;
 
-use api::{BROKER_SOCKET_DIR, IdSet, RUN_DIR};
+use api::{BROKER_SOCKET_DIR, IdSet};
 use bridge::Occupancy;
 use broker::{
     pending::{Pending, pending},
@@ -24,11 +25,8 @@ use broker::{
     rfc3::{Client, RpcError},
     status::{Change, InstanceStatus, attribute, instance, online, online_line, state, watch as changes},
 };
-use host::{
-    host_root::open_in_host_root,
-    opening::{open_only_path_below, path_of},
-};
-use hostapi::HostView;
+use host::{boundary::broker_socket, opening::path_of};
+use hostapi::{Host, HostView};
 use model::hostlist;
 use pods::occupied::Occupied;
 
@@ -122,29 +120,38 @@ fn fits_since(before: Option<(u64, Instant)>, fits: Option<u64>) -> Option<(u64,
     before.filter(|(known, _)| *known == job).or_else(|| Some((job, Instant::now())))
 }
 
-/// Connects to the broker of this host.
+/// Connects to the broker of this host, for a command that has no [`Host`].
 ///
 /// # Errors
 /// No broker listens, or it refuses this process.
 pub async fn connect() -> Result<Client, RpcError> {
-    let socket = Path::new(BROKER_SOCKET_DIR).join("local");
-    // The brokers' user owns that directory, and may have mounted something over it.
-    let below = socket.strip_prefix(RUN_DIR).unwrap_or(Path::new(""));
-    let opened = open_in_host_root(Path::new(RUN_DIR)).and_then(|above| open_only_path_below(above, below));
-    let file = opened.map_err(|source| RpcError::Connect { path: socket.clone(), source })?;
-    Client::connect(&path_of(&file)).await
+    connect_at(broker_socket()).await
 }
 
-/// Follows whichever broker runs on this host, until the receiver is dropped. On the lead, each change of the online ranks is one
+/// Connects to the broker of `host`.
+///
+/// # Errors
+/// As [`connect`].
+pub async fn connect_on(host: &dyn Host) -> Result<Client, RpcError> {
+    connect_at(host.broker_socket()).await
+}
+
+async fn connect_at(socket: io::Result<OwnedFd>) -> Result<Client, RpcError> {
+    let unopened = |source| RpcError::Connect { path: Path::new(BROKER_SOCKET_DIR).join("local"), source };
+    Client::connect(&path_of(&socket.map_err(unopened)?)).await
+}
+
+/// Follows whichever broker runs on `host`, until the receiver is dropped. On the lead, each change of the online ranks is one
 /// line in the pod's log, in the broker's own form: the broker itself logs them only until it has its quorum. On a big instance a
 /// burst of changes is one, and only the lead is asked for them at all: each would begin a round on every node. A notification of
 /// `ask` makes it ask the broker at once.
-pub fn follow(ask: Arc<Notify>) -> watch::Receiver<BrokerState> {
+pub fn follow(host: Arc<dyn Host>, ask: Arc<Notify>) -> watch::Receiver<BrokerState> {
     let (sender, receiver) = watch::channel(BrokerState::default());
     tokio::spawn(async move {
         while !sender.is_closed() {
-            let ended = match connect().await {
+            let ended = match connect_on(&*host).await {
                 Ok(client) => tokio::select! {
+                    () = sender.closed() => return,
                     ended = follow_broker(&client, &sender, &ask) => ended,
                     ended = watch_reachability(&client, &sender) => ended,
                 },
@@ -245,15 +252,15 @@ impl Heartbeat {
 
 async fn follow_broker(client: &Client, sender: &watch::Sender<BrokerState>, ask: &Notify) -> Result<(), RpcError> {
     let now = state(client).await?.state;
-    let (rank, names) = futures::try_join!(attribute(client, "rank"), attribute(client, "hostlist"))?;
-    let names = hostlist::decode(&names);
+    let is_lead = attribute(client, "rank").await? == "0";
+    // For the log's lines about who is online, which the lead's agent alone writes.
+    let names = if is_lead { hostlist::decode(&attribute(client, "hostlist").await?) } else { Vec::new() };
     let version = attribute(client, "version").await.unwrap_or_default();
     let pid = client.peer_pid();
     sender.send_modify(|current| {
         *current = BrokerState { pid, version, ..BrokerState::default() };
         current.enter(now);
     });
-    let is_lead = rank == "0";
     let follow_events = gathered(changes(client, is_lead)?, |change| match change {
         Change::State(state) => sender.send_modify(|current| current.enter(state)),
         Change::Online(online) => {

@@ -64,7 +64,9 @@ impl PublishedState {
             return Ok(());
         }
         let is_lead = leads(view, Some(spec));
-        if is_lead || self.newer.is_some() || may_be_outdated(self.roster.as_deref(), spec, view) {
+        // The planner says so also if the roster is gone, which only the lead can mend.
+        let may_be_gone = is_lead && watched.instance_status().is_none_or(|status| status.online == 0);
+        if may_be_gone || self.newer.is_some() || may_be_outdated(self.roster.as_deref(), spec, view) {
             match self.read_roster(client).await {
                 Err(error @ ApiError::NewerRoster(_)) => {
                     self.newer = Some((Instant::now(), error_chain(&error)));
@@ -224,11 +226,12 @@ fn may_be_outdated(roster: Option<&Roster>, spec: &FluxNodeSpec, view: &HostView
     is_stale || leave_is_unconfirmed || has_lost_rank || waits_for_epoch
 }
 
-/// True if the agent of `rank` should look whether the certificate is gone. The lead always does. Its own copy may be lost as well,
-/// so the others do once the planner has reported it for a minute, each rank a second later, so that they don't ask all at once.
+/// True if the agent of `rank` should look whether the certificate is gone. `missing_for`: since when the planner has reported it. The lead
+/// looks at once. Its own copy may be lost as well, so the others do after a minute, each rank a second later, so that they don't ask all at
+/// once.
 fn restores(rank: Rank, missing_for: Option<Duration>) -> bool {
-    let patience = Duration::from_secs(60 + u64::from(rank.min(60)));
-    rank == 0 || missing_for.is_some_and(|time| time >= patience)
+    let patience = if rank == 0 { Duration::ZERO } else { Duration::from_secs(60 + u64::from(rank.min(60))) };
+    missing_for.is_some_and(|time| time >= patience)
 }
 
 /// Reads the published roster.
@@ -354,7 +357,8 @@ mod tests {
     #[test]
     fn the_lead_restores_the_certificate_and_others_only_after_a_minute() {
         for (rank, lacking, brings) in [
-            (0, None, true),
+            (0, None, false),
+            (0, Some(0), true),
             (1, None, false),
             (1, Some(60), false),
             (1, Some(61), true),

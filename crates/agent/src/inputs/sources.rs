@@ -26,7 +26,7 @@ use crate::{error::StepError, node_ops::NodeOps, reporter::Reporter};
 use api::{ANNOTATION_CONSUMED, CONFIGMAP_DEFAULT, FluxInstanceSpec, NAMESPACE};
 use base::{chance::jittered, error_chain};
 use cluster::lease_rules::Place;
-use hostapi::{HostView, Preflight};
+use hostapi::{Host, HostView, Preflight};
 
 /// While there is no FluxInstance: how long an answer counts that none is about to come.
 const NONE_AGAIN: Duration = Duration::from_mins(1);
@@ -82,8 +82,8 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Begins to watch what concerns node `node_name`.
-    pub fn begin(client: &Client, node_name: &str) -> Self {
+    /// Begins to watch what concerns node `node_name`, and to follow the broker of `host`.
+    pub fn begin(client: &Client, node_name: &str, host: Arc<dyn Host>) -> Self {
         let ask_broker = Arc::<Notify>::default();
         let (own_writes, watched) = watch_objects(client, node_name);
         Self {
@@ -92,7 +92,7 @@ impl Sources {
             place: watch::Sender::default(),
             watched,
             own_writes,
-            broker: broker_state::follow(ask_broker.clone()),
+            broker: broker_state::follow(host, ask_broker.clone()),
             ask_broker,
             rejected: watch::channel(Rejected::new()).0,
             log: None,

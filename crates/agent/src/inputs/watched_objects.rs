@@ -274,6 +274,7 @@ async fn take_in<K: Watched>(
             }
         }
         let event = tokio::select! {
+            () = sender.closed() => return,
             event = events.next() => event,
             () = sleep(jittered(ASK_AGAIN)), if is_unclear => continue,
         };

@@ -27,7 +27,7 @@ use model::hostlist;
 /// The errno for requests that only the lead answers.
 const ENOSYS: u32 = 38;
 /// The requests that the lead executes; all others are answered from known state.
-const ORDERS: [&str; 5] = ["config.load", "resource.drain", "resource.undrain", "module.load", "module.remove"];
+pub const ORDERS: [&str; 5] = ["config.load", "resource.drain", "resource.undrain", "module.load", "module.remove"];
 
 /// The options of a broker's command line that matter here.
 struct CommandLine {
@@ -52,7 +52,7 @@ impl CommandLine {
 
 /// The parts of broker.toml that matter here.
 #[derive(Deserialize)]
-struct Config {
+pub struct Config {
     bootstrap: Bootstrap,
     #[serde(default)]
     resource: Resources,
@@ -85,9 +85,17 @@ struct Kind {
 }
 
 impl Config {
+    /// Reads the `text` of a broker.toml.
+    ///
+    /// # Errors
+    /// It is not one that an agent writes.
+    pub fn parse(text: &str) -> Result<Self, toml::de::Error> {
+        toml::from_str(text)
+    }
+
     fn read(path: &Path) -> Result<Self, LocalError> {
         let failed = || format!("can't read {}", path.display());
-        toml::from_str(&std::fs::read_to_string(path).context(failed)?).context(failed)
+        Self::parse(&std::fs::read_to_string(path).context(failed)?).context(failed)
     }
 
     /// Broker names by rank.
@@ -103,8 +111,8 @@ impl Config {
     }
 }
 
-/// This broker's state, and its view of the instance.
-struct Broker {
+/// A broker's state, and its view of the instance.
+pub struct Broker {
     rank: u32,
     names: Vec<String>,
     /// Lead only: the names under which the ranks are declared.
@@ -158,19 +166,7 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
         (_, Some(address)) => Some(tokio::spawn(overlay::follow(address, rank, line.name.clone(), events))),
     };
     let (orders, mut asked) = mpsc::unbounded_channel();
-    let mut broker = Broker {
-        rank,
-        state: if rank == 0 { "run" } else { "join" },
-        since: Instant::now(),
-        online: (rank == 0).then(|| IdSet::from_iter([0])),
-        cores: BTreeMap::new(),
-        excluded: IdSet::default(),
-        drained: BTreeMap::new(),
-        announced: None,
-        declared: names.clone(),
-        names,
-    };
-    broker.set_resources(config.resource);
+    let mut broker = Broker::new(rank, config);
     if rank == 0 {
         ORDERS.iter().for_each(|topic| socket.on(topic, Service::Hands(orders.clone())));
     }
@@ -187,7 +183,7 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
             }
             Some(event) = heard.recv() => match event {
                 Event::Joined => broker.enter("run"),
-                Event::Online(online) => broker.online = Some(online),
+                Event::Online(online) => broker.set_online(online),
                 Event::Lost => broker.online = None,
                 Event::End(code, reason) => {
                     tracing::warn!("{reason}");
@@ -211,6 +207,30 @@ pub(super) async fn run(words: &[String]) -> Result<ExitCode, LocalError> {
 }
 
 impl Broker {
+    /// The broker of `rank`, as it starts. The lead needs no other to run.
+    pub fn new(rank: u32, config: Config) -> Self {
+        let names = config.names();
+        let mut broker = Self {
+            rank,
+            state: if rank == 0 { "run" } else { "join" },
+            since: Instant::now(),
+            online: (rank == 0).then(|| IdSet::from_iter([0])),
+            cores: BTreeMap::new(),
+            excluded: IdSet::default(),
+            drained: BTreeMap::new(),
+            announced: None,
+            declared: names.clone(),
+            names,
+        };
+        broker.set_resources(config.resource);
+        broker
+    }
+
+    /// The lead answers, and these ranks are online.
+    pub fn set_online(&mut self, online: IdSet) {
+        self.online = Some(online);
+    }
+
     fn enter(&mut self, state: &'static str) {
         if self.state != state {
             (self.state, self.since) = (state, Instant::now());
@@ -239,7 +259,7 @@ impl Broker {
     }
 
     /// Executes one of [`ORDERS`]. Ignores what it doesn't understand.
-    fn execute(&mut self, topic: &str, payload: &Value) {
+    pub fn execute(&mut self, topic: &str, payload: &Value) {
         let targets = || payload["targets"].as_str()?.parse::<IdSet>().ok();
         match topic {
             "resource.drain" => {
@@ -263,7 +283,7 @@ impl Broker {
     }
 
     /// Updates the socket's answers to the current state.
-    fn publish(&mut self, socket: &Socket, name: &str) {
+    pub fn publish(&mut self, socket: &Socket, name: &str) {
         let size = self.names.len();
         for (attribute, value) in [
             ("version", STAND_IN),

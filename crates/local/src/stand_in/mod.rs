@@ -9,6 +9,7 @@ mod bundle;
 mod overlay;
 mod socket;
 
+pub use broker::{Broker, Config, ORDERS};
 pub use socket::{Asked, Service, Socket};
 
 pub(crate) use bundle::{NAME, make};

@@ -12,7 +12,10 @@ use std::{
 
 use clap::{ArgGroup, Args};
 use serde_json::json;
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::{
+    runtime::Runtime,
+    sync::mpsc::{UnboundedSender, unbounded_channel},
+};
 
 use crate::{
     Access, BundleError, BundleManifest, HttpClient, OutputFormat, Sources, Style,
@@ -138,11 +141,28 @@ impl CreateBundle {
         let target = self.target()?;
         let aside = Aside::in_directory(directory_of(&target)).map_err(write())?;
         let out = Hashing::new(BufWriter::with_capacity(BUFFER, aside.file().map_err(write())?));
-        let packed = pack::pack(&from, &manifest, out).map_err(|e| not_packed(e, &self.out, Path::to_owned))?;
-        let (sha256, bytes) = finish(packed).map_err(write())?;
+        let (sender, events) = unbounded_channel();
+        let runtime = self.runtime()?;
+        let packing = runtime.spawn_blocking({
+            let (from, manifest, given) = (from.clone(), manifest.clone(), self.out.clone());
+            move || {
+                let mut progress = |now| drop(sender.send(now));
+                let packed = pack::pack(&from, &manifest, out, &mut progress)
+                    .map_err(|e| not_packed(e, &given, Path::to_owned))?;
+                progress(Progress::begun("syncing"));
+                Ok::<_, BundleError>(finish(packed).map_err(FileError::on("write", &given))?)
+            }
+        });
+        let work = async { packing.await.map_err(|e| FileError::on("write", &self.out)(io::Error::other(e)))? };
+        let (sha256, bytes) = runtime.block_on(shown(Style::of(self.output), events, work))?;
         aside.keep(&target).map_err(write())?;
         let warning = warning_of_configuration(&from, given, &manifest.prefix);
         Ok(CreatedBundle { manifest, sha256, bytes, packages: None, warning })
+    }
+
+    fn runtime(&self) -> Result<Runtime, BundleError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        Ok(runtime.map_err(FileError::on("start threads for", &self.out))?)
     }
 
     fn target(&self) -> Result<PathBuf, BundleError> {
@@ -168,8 +188,7 @@ impl CreateBundle {
         let downloads = Downloads::beside(&self.out, self.parent())?;
         self.check_room(&packages, &downloads)?;
 
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-        let runtime = runtime.map_err(FileError::on("start threads for", &self.out))?;
+        let runtime = self.runtime()?;
         let packed = downloads.bundle();
         let (sender, events) = unbounded_channel();
         let work = async {

@@ -19,6 +19,7 @@ use crate::{
         records::RECORDS,
     },
 };
+use hostapi::{Progress, Tally};
 
 /// Why a tree could not be packed.
 #[derive(Debug)]
@@ -38,11 +39,23 @@ impl PackError {
     }
 }
 
-/// Writes the tree at `root` as a bundle and returns the writer.
-pub(crate) fn pack<W: Write>(root: &Path, manifest: &BundleManifest, out: W) -> Result<W, PackError> {
+/// Writes the tree at `root` as a bundle and returns the writer. `progress` gets how many bytes are packed, before each file.
+pub(crate) fn pack<W: Write>(
+    root: &Path,
+    manifest: &BundleManifest,
+    out: W,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<W, PackError> {
     // Leave the header's time at 0: it would be the time of packing.
     let gzip = GzBuilder::new().write(out, Compression::default());
-    let mut packing = Packing { root, prefix: &manifest.prefix, tar: Builder::new(gzip), hard_links: HashMap::new() };
+    let mut packing = Packing {
+        root,
+        prefix: &manifest.prefix,
+        tar: Builder::new(gzip),
+        hard_links: HashMap::new(),
+        bytes: Tally { done: 0, total: bytes_below(root) },
+        progress,
+    };
     append_manifest(&mut packing.tar, manifest)?;
     packing.directory(Path::new(""))?;
     packing.tar.into_inner().and_then(flate2::write::GzEncoder::finish).map_err(PackError::Write)
@@ -90,6 +103,8 @@ struct Packing<'a, W: Write> {
     tar: Builder<W>,
     /// (device, inode) → the path under which the file was packed first.
     hard_links: HashMap<(u64, u64), PathBuf>,
+    bytes: Tally,
+    progress: &'a mut dyn FnMut(Progress),
 }
 
 impl<W: Write> Packing<'_, W> {
@@ -133,6 +148,8 @@ impl<W: Write> Packing<'_, W> {
     }
 
     fn file(&mut self, path: &Path, full: &Path, metadata: &fs::Metadata) -> Result<(), PackError> {
+        (self.progress)(Progress::bytes("packing", self.bytes.done, self.bytes.total));
+        self.bytes.done = self.bytes.done.saturating_add(metadata.len());
         if metadata.nlink() > 1 {
             let inode = (metadata.dev(), metadata.ino());
             if let Some(first) = self.hard_links.get(&inode) {
@@ -148,6 +165,17 @@ impl<W: Write> Packing<'_, W> {
         let file = File::open(full).map_err(PackError::read(full))?;
         append_file(&mut self.tar, header, path, (full, metadata.len()), file).map(drop)
     }
+}
+
+/// The bytes of all files below `directory`, hard links as often as they stand there. What can't be read counts nothing: packing says why.
+fn bytes_below(directory: &Path) -> u64 {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let bytes = entries.map(|entry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => bytes_below(&entry.path()),
+        Ok(metadata) if metadata.is_file() => metadata.len(),
+        _ => 0,
+    });
+    bytes.fold(0, u64::saturating_add)
 }
 
 /// A header with the mode bits that hosts keep. A symlink's mode stays 0777, so that an unchanged tree keeps its

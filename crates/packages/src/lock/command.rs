@@ -7,11 +7,12 @@ use std::{
 };
 
 use clap::{Args, Subcommand};
+use tokio::sync::mpsc::unbounded_channel;
 
 use crate::{
-    Access, HttpClient, HttpError, OutputFormat, SolveError,
+    Access, HttpClient, HttpError, OutputFormat, SolveError, Style,
     files::{Aside, directory_of, print, rename_target},
-    native_platform, resolve,
+    native_platform, resolve, shown,
 };
 use api::{PackageSet, Packages};
 use base::redact::of_directory;
@@ -190,7 +191,11 @@ impl SolveArguments {
         let asked = Packages { channels, specs: self.specs.clone(), glibc: self.glibc.clone(), ..Packages::default() };
         let http = HttpClient::with_access(&access, &[])?;
         let open = |path: &str| File::open(path);
-        let PackageSet::Lock { lock, .. } = resolve(&asked, &platforms, &http, None, open).await? else {
+        let (sender, phases) = unbounded_channel();
+        // The receiver outlives the sender.
+        let tell = |phase| drop(sender.send(phase));
+        let solving = resolve(&asked, &platforms, &http, None, open, tell);
+        let PackageSet::Lock { lock, .. } = shown(Style::of(OutputFormat::Text), phases, solving).await? else {
             return Ok(String::new());
         };
         let Some(target) = target else { return Ok(lock) };

@@ -16,6 +16,7 @@ use crate::{
 };
 use api::{PackageSet, Packages};
 use base::{error_chain, redact::shown};
+use hostapi::Progress;
 use locks::{
     LockError,
     question::{QuestionError, channels, glibc, parse_platform, parse_spec, question, specs, wanted_platforms},
@@ -108,7 +109,7 @@ impl SolveError {
 /// Resolves the spec to a package set: solves, or checks the lock that the spec contains.
 ///
 /// `host_dir` opens a directory in the host's root, for `file://` channels. `cache_dir` keeps the channels' indexes for
-/// the next call; without it they go to a temporary directory that is removed afterwards.
+/// the next call; without it they go to a temporary directory that is removed afterwards. `tell` gets each phase as it begins.
 ///
 /// # Errors
 /// Each error names the channel, spec or platform; see [`SolveError::is_transient`] for whether to retry.
@@ -118,6 +119,7 @@ pub async fn resolve(
     http: &HttpClient,
     cache_dir: Option<&Path>,
     host_dir: impl Fn(&str) -> io::Result<File>,
+    tell: impl Fn(Progress),
 ) -> Result<PackageSet, SolveError> {
     if let Some(bundle) = &packages.bundle {
         return Ok(PackageSet::Bundle(bundle.clone()));
@@ -133,7 +135,7 @@ pub async fn resolve(
     }
     let solving = async {
         let task = Task::new(packages, &platforms, host_dir)?;
-        let lock = task.solve(http, cache_dir).await?;
+        let lock = task.solve(http, cache_dir, tell).await?;
         Ok(PackageSet::Lock { lock, question })
     };
     let too_long = SolveError::Timeout { what: "all platforms".to_owned(), seconds: RESOLVE_TIMEOUT.as_secs() };
@@ -158,7 +160,12 @@ impl Task {
         Ok(Self { sources, specs, platforms })
     }
 
-    async fn solve(self, http: &HttpClient, cache_dir: Option<&Path>) -> Result<String, SolveError> {
+    async fn solve(
+        self,
+        http: &HttpClient,
+        cache_dir: Option<&Path>,
+        tell: impl Fn(Progress),
+    ) -> Result<String, SolveError> {
         let scratch = match cache_dir {
             Some(_) => None,
             None => Some(scratch().map_err(SolveError::Scratch)?),
@@ -166,7 +173,9 @@ impl Task {
         let cache = cache_dir.unwrap_or_else(|| scratch.as_ref().map_or(Path::new("/"), tempfile::TempDir::path));
         let mut answers = Vec::with_capacity(self.platforms.len());
         for (platform, virtual_packages) in &self.platforms {
+            tell(Progress::begun(&format!("reading the channels' index for {platform}")));
             let repodata = self.read_channels(*platform, http, cache).await?;
+            tell(Progress::begun(&format!("solving for {platform}")));
             let mut records = self.choose(*platform, virtual_packages.clone(), repodata).await?;
             for record in &mut records {
                 if let Some(source) = self.source_of(record) {

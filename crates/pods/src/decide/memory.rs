@@ -23,6 +23,8 @@ pub struct Memory {
     pub(super) incomplete: BTreeMap<GangId, Moment>,
     /// What the bridge said about each pod, and when, by uid.
     pub(super) told: BTreeMap<String, BTreeMap<Reason, (String, Moment)>>,
+    /// Since when all queues have given out cores.
+    pub(super) started_since: Option<Moment>,
     pub(super) recovery: RecoveryMemory,
     pub(super) preempt: PreemptMemory,
     pub(super) overlaps: OverlapMemory,

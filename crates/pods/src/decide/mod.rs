@@ -44,7 +44,7 @@ use crate::{
     record::GangId,
     requests::cores,
     time::Moment,
-    world::World,
+    world::{Queues, World},
 };
 
 /// What is to be done now.
@@ -119,6 +119,9 @@ pub fn decide(world: &World, memory: &mut Memory, now: Moment) -> Decision {
     let first_queued = std::mem::take(&mut memory.first_queued);
     let mut round = Round::new((world, broker, jobs, pods), &bound, &listed, first_queued, now);
     memory.told.retain(|uid, _| pods.by_uid.contains_key(uid));
+    let since = memory.started_since.unwrap_or(now);
+    memory.started_since = (broker.queues == Queues::AllStarted).then_some(since);
+    round.started_since = memory.started_since;
     let report = match broker.is_recovered {
         false => {
             let standing = Standing::Recovering(recovery::recover(&mut round, memory));

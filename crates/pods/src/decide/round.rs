@@ -48,6 +48,8 @@ pub(super) struct Round<'a> {
     pub messages: usize,
     /// The next moment at which something changes by itself.
     pub wake: Option<Moment>,
+    /// See [`super::Memory::started_since`].
+    pub started_since: Option<Moment>,
 }
 
 /// The pods that are being bound, as they will be.
@@ -141,6 +143,7 @@ impl<'a> Round<'a> {
             actions: Vec::new(),
             messages: 0,
             wake: None,
+            started_since: None,
         }
     }
 

@@ -19,9 +19,10 @@ use super::{pins::Again, round::Round};
 use crate::{
     action::{Action, ShadowStep},
     jobs::{Cause, Job, JobClass, JobState},
+    jobspec::USED_CORES_URGENCY,
     shadow::{Shadow, ShadowRequest, used_cores},
     target::Target,
-    time::{Moment, SECOND},
+    time::{Millis, Moment, SECOND},
     world::{PAUSE, Queues},
 };
 
@@ -32,6 +33,7 @@ const MERGED: &str = "one job holds the cores of all";
 const IN_PARTS: &str = "its cores are asked for in parts";
 const NO_MEMBER: &str = "its node is no member any more";
 const ALONE: &str = "one of its ranks gets a job for itself";
+const FOREIGN_URGENCY: &str = "somebody has changed its urgency";
 const REPLACED: &str = "the broker has restarted, and another job is for the same pods";
 
 /// Most jobs of a rank that wait: the largest one is then exchanged for a larger one. The scheduler looks at 1024 jobs.
@@ -39,12 +41,17 @@ const MOST_WAITING: usize = 8;
 /// If more jobs of a rank run, they are merged once no job waits.
 const MOST_RUNNING: usize = 4;
 
+/// How long a job for several ranks may wait. Flux takes that long at the most to give out cores that are free, if many jobs wait for some; a
+/// rank whose cores it gives to nobody, for a reason that is not known here, keeps the others no longer.
+const TOGETHER_FOR: Millis = 30 * SECOND;
+
 /// Most ranks of a job. If what one of them holds changes, the others get another job.
 const MOST_TOGETHER: usize = 128;
 
 /// What brings the shadow jobs of all ranks to what pods use there.
 pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec<Action> {
     let (all, none) = (by_rank(round), Shadows::default());
+    wake_for_late(round);
     let is_idle = is_idle(round);
     let mut changes = ShadowChanges::default();
     for (rank, target) in &round.world.targets {
@@ -69,6 +76,10 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
     for (job, shadow) in round.jobs.shadows().filter(|(job, _)| job.is_active()) {
         for (rank, _) in shadow.nodes.iter().filter(|(rank, node)| !is_member(round, **rank, node)) {
             changes.add(*rank, [ShadowChange::Set { job: job.id, cores: 0, may_share: false, why: NO_MEMBER }]);
+        }
+        if has_foreign_urgency(job) {
+            let none = || ShadowChange::Set { job: job.id, cores: 0, may_share: false, why: FOREIGN_URGENCY };
+            shadow.nodes.keys().for_each(|rank| changes.add(*rank, [none()]));
         }
     }
     let steps = changes.steps(round, &all);
@@ -141,6 +152,26 @@ pub(super) fn cancel_old(round: &mut Round) -> bool {
 /// waits would be in front of the pins.
 fn is_old(round: &Round, job: &Job, shadow: &Shadow) -> bool {
     !round.broker.is_recovered && (job.state != JobState::Pending || shadow.life != round.broker.life)
+}
+
+/// The job waits with another urgency than that of shadow jobs: others come before it, or it is held. It counts for nothing, and another one is
+/// asked for.
+fn has_foreign_urgency(job: &Job) -> bool {
+    job.state == JobState::Pending && job.urgency != USED_CORES_URGENCY
+}
+
+/// When a job for several ranks has waited for too long; None if it does not wait.
+fn late_at(round: &Round, job: &Job, shadow: &Shadow) -> Option<Moment> {
+    let is_waiting = shadow.nodes.len() > 1 && job.is_active() && job.state == JobState::Pending;
+    // If the clock was set back, the job is of the future.
+    let since = round.started_since.filter(|_| is_waiting)?.max(job.submitted.min(round.now));
+    Some(since.saturating_add(TOGETHER_FOR))
+}
+
+fn wake_for_late(round: &mut Round) {
+    let waiting = round.jobs.shadows().filter_map(|(job, shadow)| late_at(round, job, shadow));
+    let next = waiting.filter(|late| *late > round.now).min();
+    next.into_iter().for_each(|late| round.wake_at(late));
 }
 
 /// The node is still a member, with this rank.
@@ -236,6 +267,8 @@ struct OfRank<'a> {
     cores: u32,
     /// It waits for its cores, and does so in this life of the broker.
     is_pending: bool,
+    /// It has waited for the cores of all its ranks for too long.
+    is_late: bool,
 }
 
 fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
@@ -250,15 +283,19 @@ fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
         job.held().iter().for_each(|slot| *held.entry(slot.rank).or_default() += slot.cores.len());
         for (rank, _) in shadow.nodes.iter().filter(|(rank, node)| is_member(round, **rank, node)) {
             let of_rank = all.entry(*rank).or_default();
+            if has_foreign_urgency(job) {
+                continue;
+            }
             if job.is_active() {
                 let is_pending = job.state == JobState::Pending && !is_old(round, job, shadow);
                 // What a forged record says of a job on another rank counts for nothing.
                 let held = held.get(rank).map_or(0, |cores| u32::try_from(*cores).unwrap_or(u32::MAX));
                 let cores = if job.state == JobState::Pending { shadow.cores } else { held };
-                of_rank.jobs.push(OfRank { job, is_shared, cores, is_pending });
+                let is_late = late_at(round, job, shadow).is_some_and(|late| late <= round.now);
+                of_rank.jobs.push(OfRank { job, is_shared, cores, is_pending, is_late });
             } else if let Some(pause) = pause(round, job, shadow) {
                 match is_shared {
-                    true => of_rank.shared_job_ended = true,
+                    true => of_rank.shared_job_ended |= round.now < pause,
                     false => of_rank.paused_until = of_rank.paused_until.max(Some(pause)),
                 }
             }
@@ -309,7 +346,8 @@ impl<'a> Shadows<'a> {
     /// the job of all. `free`, `may_share`: see [`Self::changes`].
     fn leaves(&self, free: u32, may_share: bool, is_drained: bool) -> Option<ShadowChange> {
         let shared = self.jobs.iter().filter(|job| job.is_shared);
-        let mut leaves = shared.filter(|job| if job.is_pending { job.cores > free || !may_share } else { is_drained });
+        let waits_in_vain = |job: &OfRank| job.cores > free || !may_share || job.is_late;
+        let mut leaves = shared.filter(|job| if job.is_pending { waits_in_vain(job) } else { is_drained });
         let OfRank { job, cores, .. } = leaves.next()?;
         Some(ShadowChange::Set { job: job.id, cores: *cores, may_share: false, why: ALONE })
     }

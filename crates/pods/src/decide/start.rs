@@ -1,6 +1,6 @@
 //! A gang of which no pod is bound: all of it, or nothing.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use api::Rank;
 use broker::job_id::JobId;
@@ -127,7 +127,8 @@ fn bind_all(
     if round.has_unseen(&held.gang_job.record) {
         return Progress { needed, words: None };
     }
-    if failing.is_empty() {
+    let owed = owed(round, held);
+    if failing.is_empty() && owed.is_empty() {
         // All of them, or none: half a gang would wait for the others.
         if take_room(round, &ranks) {
             dealt.into_iter().for_each(|(pod, slot)| bind(round, gang, held, pod, slot));
@@ -135,6 +136,7 @@ fn bind_all(
         return Progress { needed, words: None };
     }
     avoided.extend(failing.keys());
+    avoided.extend(owed);
     memory.avoided.insert(gang.id.clone(), avoided.clone());
     match request(round, gang, pods, &avoided, Some(held.gang_job.record.threads)) {
         Ok(request) => {
@@ -143,6 +145,20 @@ fn bind_all(
         }
         Err(no_place) => Progress { words: Some(Words::no_place(&no_place)), ..Progress::default() },
     }
+}
+
+/// The ranks of a job that has cores there which pins of other gangs wait for: their pods run. While brokers join a lead that has restarted,
+/// Flux may give such a core to a gang that only waits, and where kubelet has more room than Flux declares, its pods would fit beside them.
+fn owed(round: &Round, held: &Held) -> BTreeSet<Rank> {
+    let mut given: BTreeMap<Rank, u32> = BTreeMap::new();
+    for (slot, _) in &held.slots {
+        *given.entry(slot.rank).or_default() += held.gang_job.shape.cores;
+    }
+    let is_owed = |(rank, given): (Rank, u32)| {
+        let cores = round.world.targets.get(&rank)?.cores;
+        (round.gang_cores(rank).cores.saturating_add(given) > cores).then_some(rank)
+    };
+    given.into_iter().filter_map(is_owed).collect()
 }
 
 /// Counts `pods` on their nodes, and returns true if they may be bound now. They are counted in either case: that makes the nodes'

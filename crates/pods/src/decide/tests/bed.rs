@@ -63,6 +63,8 @@ pub(super) struct Bed {
     /// The jobs as they are.
     pub jobs: BTreeMap<JobId, FluxJob>,
     pub down: BTreeSet<Rank>,
+    /// Flux gives none of their cores to anybody, and does not say so.
+    pub closed: BTreeSet<Rank>,
     /// A pod that shrinks keeps what it had.
     pub kubelet_is_slow: bool,
     /// Gangs that a PodDisruptionBudget protects.
@@ -105,6 +107,7 @@ impl Bed {
             ghosts: BTreeMap::new(),
             jobs: BTreeMap::new(),
             down: BTreeSet::new(),
+            closed: BTreeSet::new(),
             kubelet_is_slow: false,
             protects: BTreeSet::new(),
             remakes: false,
@@ -361,7 +364,7 @@ impl Bed {
                 break;
             }
             let is_free = |core: &u32| match taken {
-                Some(_) if self.down.contains(rank) => false,
+                Some(_) if self.down.contains(rank) || self.closed.contains(rank) => false,
                 Some(taken) => taken.get(rank).is_none_or(|taken| !taken.contains(core)),
                 None => true,
             };

@@ -63,6 +63,34 @@ fn pods_that_run_get_their_cores_again_before_anybody_else() {
 }
 
 #[test]
+fn a_gang_that_gets_a_core_before_the_pod_that_runs_there_gives_it_back() {
+    let mut bed = Bed::new(&[1]);
+    // kubelet has room for two.
+    bed.seen.targets.get_mut(&0).unwrap().allocatable.cpu = 4000;
+    bed.create(gang("g", 1));
+    bed.settle();
+    bed.run_all();
+    bed.create(gang("q", 1));
+    bed.settle();
+    assert_eq!(bed.bound(), ["g0@node0"]);
+    bed.restart_broker(|_| false, false);
+    // The rank's broker joins again only once the queue is started.
+    bed.closed = [0].into();
+    bed.settle();
+    bed.closed.clear();
+    let pin = bed.jobs.iter().find(|(_, job)| job.urgency == USED_CORES_URGENCY).map(|(id, _)| *id).unwrap();
+    bed.jobs.get_mut(&pin).unwrap().urgency = 1;
+    bed.schedule();
+    bed.jobs.get_mut(&pin).unwrap().urgency = USED_CORES_URGENCY;
+    assert!(is_allocated(&bed, "default/q"));
+    bed.settle();
+    assert_eq!((bed.bound(), bed.jobs[&pin].slots.is_some()), (vec!["g0@node0".to_owned()], true));
+    bed.end("g0", Phase::Succeeded);
+    bed.settle();
+    assert_eq!(bed.bound(), ["q0@node0"]);
+}
+
+#[test]
 fn nothing_is_asked_for_pods_on_nodes_that_are_members_no_more() {
     let mut bed = running();
     for name in ["g0", "g1", "g2"] {

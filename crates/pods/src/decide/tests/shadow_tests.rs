@@ -1,6 +1,7 @@
 //! What pods of other schedulers use is held by shadow jobs.
 
 use api::IdSet;
+use serde_json::json;
 
 use super::{bed::Bed, gang, gang_id};
 use crate::{
@@ -132,6 +133,46 @@ fn a_rank_that_goes_down_while_its_shared_job_waits_holds_nobody_up() {
     decision.actions.iter().for_each(|action| bed.carry_out(action));
     bed.settle();
     assert_eq!((0..4).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [(2, 0), (0, 2), (2, 0), (2, 0)]);
+}
+
+#[test]
+fn a_rank_that_flux_gives_to_nobody_keeps_those_that_share_its_job_for_half_a_minute_only() {
+    let mut bed = Bed::new(&[4; 4]);
+    bed.closed = [1].into();
+    bed.create((0..4).map(|node| web_on(node, 2500)));
+    bed.settle();
+    assert_eq!((shapes(&bed), bed.shadows(0)), (vec!["0-3x2".to_owned()], (0, 2)));
+    bed.pass(29 * SECOND);
+    assert_eq!(bed.shadows(0), (0, 2));
+    bed.pass(SECOND);
+    assert_eq!((0..4).map(|rank| bed.shadows(rank)).collect::<Vec<_>>(), [(2, 0), (0, 2), (2, 0), (2, 0)]);
+    // A stopped queue gives out nothing, and that is no reason to ask for each rank by itself.
+    let mut bed = Bed::new(&[4; 4]);
+    bed.broker().queues = Queues::StoppedByOthers;
+    bed.create((0..4).map(|node| web_on(node, 2500)));
+    bed.pass(120 * SECOND);
+    bed.broker().queues = Queues::AllStarted;
+    bed.settle();
+    assert_eq!((shapes(&bed), bed.shadows(0)), (vec!["0-3x2".to_owned()], (2, 0)));
+}
+
+#[test]
+fn a_shadow_job_that_somebody_has_held_or_put_behind_others_is_asked_for_again() {
+    for urgency in [0, 16] {
+        let mut bed = Bed::busy(&[4; 3]);
+        bed.create((0..3).map(|node| web_on(node, 2500)));
+        bed.settle();
+        let waiting: Vec<_> = bed.jobs.iter().filter(|(_, job)| job.slots.is_none()).map(|(id, _)| *id).collect();
+        for id in &waiting {
+            bed.jobs.get_mut(id).unwrap().urgency = urgency;
+            bed.show_job(*id, json!([{"name": "urgency", "urgency": urgency, "userid": 0}]), None, None, 0);
+        }
+        bed.settle();
+        assert!(!waiting.is_empty() && waiting.iter().all(|id| !bed.jobs.contains_key(id)), "{urgency}");
+        let of_shadows = bed.jobs.values().filter(|job| Shadow::read(&job.jobspec).is_some());
+        assert!(of_shadows.clone().count() > 0 && of_shadows.clone().all(|job| job.urgency == USED_CORES_URGENCY));
+        assert!((0..3).all(|rank| bed.shadows(rank) == (0, 2)), "{urgency}");
+    }
 }
 
 #[test]

@@ -1,0 +1,187 @@
+//! What many agents cost a real API server: requests, bytes, events and rounds of each, in a cold start and afterwards, and how the planner's end is
+//! followed. The agents are of the real code and run in this process; their hosts, Flux and kubelets are played.
+//!
+//!     KUBEBUILDER_ASSETS=… cargo bench --bench counts -- SECONDS NODES…
+//!
+//! SECONDS: how long to count once all nodes are online. Prints a line of JSON for each number of nodes.
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
+#[allow(dead_code)]
+#[path = "../tests/support/api_server.rs"]
+mod api_server;
+#[path = "../tests/support/many/mod.rs"]
+mod many;
+
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+use api::{CONFIGMAP_ROSTER, FluxInstance, FluxNode, NAMESPACE};
+use api_server::ApiServer;
+use futures::FutureExt;
+use k8s_openapi::{
+    api::core::v1::ConfigMap, apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
+};
+use kube::{
+    Api, Client, Config, CustomResourceExt, ResourceExt,
+    api::PostParams,
+    config::{KubeConfigOptions, Kubeconfig},
+    runtime::wait::{await_condition, conditions},
+};
+use many::{Cost, Fleet, objects::heartbeat};
+use serde_json::{Value, json};
+use tokio::time::{interval, sleep};
+
+/// kubelets write the status of each Node this often, of clouds that have them do so.
+const HEARTBEAT: Duration = Duration::from_secs(10);
+/// After the last node is online, until what it has begun is over.
+const SETTLES: Duration = Duration::from_secs(30);
+/// kube-apiserver takes seconds to start, and has no event for it.
+const LOOK_AGAIN: Duration = Duration::from_millis(200);
+
+fn main() {
+    let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench").collect::<Vec<_>>();
+    let numbers = arguments.iter().map(|number| number.parse().unwrap()).collect::<Vec<u32>>();
+    let [seconds, nodes @ ..] = &numbers[..] else { panic!("usage: cargo bench --bench counts -- SECONDS NODES…") };
+    for nodes in nodes {
+        // Each with an API server, and a runtime that ends with all its agents.
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let counted = runtime.block_on(count(*nodes, Duration::from_secs((*seconds).into())));
+        println!("{counted}");
+    }
+}
+
+async fn client(server: &ApiServer) -> Client {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let mut config = loop {
+        let kubeconfig = Kubeconfig::read_from(server.kubeconfig()).unwrap();
+        match Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await {
+            Ok(config) => break config,
+            // The server has not written its certificate yet.
+            Err(_) => sleep(LOOK_AGAIN).await,
+        }
+    };
+    // The machine's own may not lead to itself.
+    config.proxy_url = None;
+    let client = cluster::client(config).unwrap();
+    let definitions: Api<CustomResourceDefinition> = Api::all(client.clone());
+    for definition in [FluxInstance::crd(), FluxNode::crd()] {
+        while definitions.create(&PostParams::default(), &definition).await.is_err() {
+            sleep(LOOK_AGAIN).await;
+        }
+        let name = definition.metadata.name.unwrap();
+        await_condition(definitions.clone(), &name, conditions::is_crd_established()).await.unwrap();
+    }
+    client
+}
+
+async fn count(nodes: u32, steady: Duration) -> Value {
+    // No controllers run here that would make service accounts, or take the taint of a new Node away.
+    let server = ApiServer::up_with(&["--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"]);
+    let client = client(&server).await;
+    // One node more, which joins later.
+    let mut fleet = Fleet::make(client.clone(), nodes + 1).await;
+    let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
+    let kubelets = tokio::spawn(async move {
+        let mut beats = interval(HEARTBEAT);
+        loop {
+            beats.tick().await;
+            heartbeat(&client, names.iter().map(String::as_str)).await;
+        }
+    });
+    let before = memory();
+    let begin = Instant::now();
+    fleet.start(0..nodes as usize);
+    fleet.online(nodes as usize).await;
+    let online = begin.elapsed();
+    eprintln!("{nodes} online after {online:?}");
+    let start = fleet.costs();
+    sleep(SETTLES).await;
+    let each = memory().saturating_sub(before) * 1024 / u64::from(nodes);
+    let settled = fleet.costs();
+    sleep(steady).await;
+    let steady_costs = since(&fleet, &settled);
+    let (lead, planner) = (fleet.lead(), fleet.planner().await);
+    let join = join(&mut fleet, nodes as usize).await;
+    let before_failover = fleet.costs();
+    let begin = Instant::now();
+    fleet.kill(planner).await;
+    let successor = loop {
+        let now = fleet.planner().await;
+        if now != planner {
+            break now;
+        }
+        sleep(LOOK_AGAIN).await;
+    };
+    let failover = begin.elapsed();
+    let failover_costs = since(&fleet, &before_failover);
+    kubelets.abort();
+    let is_plain = |number: &usize| ![lead, planner, successor].contains(number);
+    let is_plain = |number: &usize| is_plain(number) && !settled[*number].planner.requests.contains_key("watch leases");
+    let plain: Vec<_> = (0..nodes as usize).filter(is_plain).collect();
+    let part = |costs: &[Cost]| {
+        let plain: Vec<_> = plain.iter().map(|number| &costs[*number]).collect();
+        json!({"plain": mean(&plain), "lead": whole(&costs[lead].own, costs[lead].rounds),
+               "planner": whole(&costs[planner].planner, 0)})
+    };
+    json!({
+        "nodes": nodes, "online_secs": online.as_secs_f64(), "bytes_of_memory_per_agent": each,
+        "start": part(&start), "steady_secs": steady.as_secs_f64(), "steady": part(&steady_costs),
+        "join_secs": join.as_secs_f64(), "failover_secs": failover.as_secs_f64(), "failover": part(&failover_costs),
+    })
+}
+
+/// Starts the agent of node `number`; returns how long the planner takes from its report of the host to the roster that has it.
+async fn join(fleet: &mut Fleet, number: usize) -> Duration {
+    let (node, client) = (fleet.agents[number].node.clone(), fleet.admin.clone());
+    let rosters = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
+    let version = rosters.get_metadata(CONFIGMAP_ROSTER).await.unwrap().resource_version();
+    let is_another = |roster: Option<&ConfigMap>| roster.is_some_and(|roster| roster.resource_version() != version);
+    let has_facts = |node: Option<&FluxNode>| {
+        node.and_then(|node| node.status.as_ref()).is_some_and(|status| status.facts.is_some())
+    };
+    let nodes = Api::<FluxNode>::namespaced(client, NAMESPACE);
+    let (reported, published) =
+        (await_condition(nodes, &node, has_facts), await_condition(rosters, CONFIGMAP_ROSTER, is_another));
+    fleet.start([number]);
+    let (first, last) = tokio::join!(
+        reported.map(|found| found.map(|_| Instant::now())),
+        published.map(|found| found.map(|_| Instant::now()))
+    );
+    last.unwrap().saturating_duration_since(first.unwrap())
+}
+
+fn since(fleet: &Fleet, before: &[Cost]) -> Vec<Cost> {
+    fleet.costs().iter().zip(before).map(|(now, then)| now.since(then)).collect()
+}
+
+/// Sums of one client.
+fn whole(counts: &many::counts::Counts, rounds: u64) -> Value {
+    json!({"requests": counts.all_requests(), "bytes": counts.all_bytes(), "events": counts.all_events(), "rounds": rounds,
+           "by_request": counts.requests, "by_bytes": counts.bytes})
+}
+
+/// Means of these agents, with what of the planner is in each.
+fn mean(costs: &[&Cost]) -> Value {
+    let of = |of: &dyn Fn(&Cost) -> u64| costs.iter().map(|cost| of(cost) as f64).sum::<f64>() / costs.len() as f64;
+    let bytes_of = |what: &str| of(&|cost| cost.own.bytes.get(what).copied().unwrap_or(0));
+    json!({
+        "agents": costs.len(),
+        "requests": of(&|cost| cost.own.all_requests() + cost.planner.all_requests()),
+        "bytes": of(&|cost| cost.own.all_bytes() + cost.planner.all_bytes()),
+        "events": of(&|cost| cost.own.all_events() + cost.planner.all_events()),
+        "rounds": of(&|cost| cost.rounds),
+        "bytes_of_roster": bytes_of("get configmaps/flux-roster"),
+        "bytes_of_broker_toml": bytes_of("get configmaps/flux-broker"),
+        "bytes_of_instance": bytes_of("watch fluxinstances"),
+        "by_request": costs.last().map(|cost| cost.own.requests.clone()),
+    })
+}
+
+/// Resident memory of this process, in KiB.
+fn memory() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.split_whitespace().next().unwrap().parse().unwrap()
+}

@@ -1,0 +1,186 @@
+//! Waits for what a person has begun, and shows how far it is.
+
+use std::{
+    io::{self, IsTerminal},
+    time::{Duration, Instant},
+};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use kube::ResourceExt;
+
+use crate::{
+    alike::alike,
+    error::KubectlError,
+    observed::Observed,
+    screen::{complain, word},
+};
+use api::{InstancePhase, NodePhase};
+use base::words::{many, visible};
+use model::hostlist::shortened;
+
+/// How often to look.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// A bar, and below it what it waits for, in indicatif's words. It has no total as long as none is known.
+const BAR: &str = "[{bar:20}] {pos} of {len}, {elapsed}\n{msg}";
+
+/// How far it is.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// It is over.
+    Done,
+    /// It goes on.
+    Waits {
+        /// How many nodes are as they are to be.
+        done: usize,
+        /// How many nodes there are in all; 0: not known.
+        all: usize,
+        /// What is still missing, and on which nodes, in lines.
+        text: String,
+    },
+    /// It does not go on by itself, and this is why.
+    Stuck(String),
+}
+
+/// Waits until `look` finds that it is over. Shows each change of what is waited for: as a bar if stderr is a terminal, else as lines.
+///
+/// # Errors
+/// It is stuck; it is not over after `limit`, and `late` has the words for that; or the API server refuses, or has not answered by then.
+pub(crate) async fn until(
+    limit: Duration,
+    look: impl AsyncFn() -> Result<Step, KubectlError>,
+    late: impl FnOnce(&str) -> String,
+) -> Result<(), KubectlError> {
+    let (begin, mut shown) = (Instant::now(), Shown::on_stderr());
+    loop {
+        let (done, all, text) = match look().await {
+            Ok(Step::Done) => return Ok(()),
+            Ok(Step::Stuck(why)) => return Err(KubectlError::State(why)),
+            Ok(Step::Waits { text, .. }) if begin.elapsed() > limit => return Err(KubectlError::State(late(&text))),
+            Ok(Step::Waits { done, all, text }) => (done, all, text),
+            Err(error) if begin.elapsed() > limit || error.is_denied() => return Err(error),
+            // An API server that is away may be there again.
+            Err(error) => (0, 0, error.text()),
+        };
+        shown.now(done, all, &text);
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// What a person sees while waiting.
+enum Shown {
+    Bar(ProgressBar),
+    Lines { last: String },
+}
+
+impl Shown {
+    fn on_stderr() -> Self {
+        let obeys = std::env::var_os("TERM").is_some_and(|kind| kind != "dumb");
+        match ProgressStyle::with_template(BAR) {
+            Ok(style) if obeys && io::stderr().is_terminal() => {
+                Self::Bar(ProgressBar::new(0).with_style(style.progress_chars("##.")))
+            }
+            _ => Self::Lines { last: String::new() },
+        }
+    }
+
+    fn now(&mut self, done: usize, all: usize, text: &str) {
+        match self {
+            Self::Bar(bar) => {
+                bar.set_length(all as u64);
+                bar.set_position(done as u64);
+                bar.set_message(text.trim_end().to_owned());
+                bar.tick();
+            }
+            Self::Lines { last } => {
+                let counted = if all == 0 { format!("{text}\n") } else { format!("{done} of {all}: {text}\n") };
+                if counted != *last {
+                    complain(&counted);
+                    *last = counted;
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        // What is said next stands where the bar was.
+        if let Self::Bar(bar) = self {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Whether all members are online, or at most `most` of them if there were to be fewer. `has_begun`: the planner has taken up what was asked
+/// for, so the status is about that. Pure.
+pub(crate) fn step(observed: &Observed, has_begun: bool, most: Option<u32>) -> Step {
+    let status = observed.instance.status.clone().unwrap_or_default();
+    let message = status.message.unwrap_or_default();
+    if has_begun && status.phase == InstancePhase::Failed {
+        return Step::Stuck(format!("{message}: see `kubectl flux doctor`"));
+    }
+    let is_size = most.is_none_or(|most| status.size <= most);
+    if has_begun && is_size && status.phase == InstancePhase::Running && status.online >= status.size {
+        return Step::Done;
+    }
+    let absent = observed.nodes.iter().filter(|node| {
+        let phase = node.status.as_ref().map(|status| &status.phase);
+        node.spec.rank.is_some() && phase != Some(&NodePhase::Online)
+    });
+    let words = alike(absent, |node| {
+        let phase = node.status.as_ref().map_or(String::new(), |status| word(&status.phase));
+        let message = node.status.as_ref().and_then(|status| status.message.clone()).unwrap_or_default();
+        format!("{phase} {message}").trim().to_owned()
+    });
+    let lines = words.into_iter().map(|(words, nodes)| {
+        let names: Vec<_> = nodes.iter().map(|node| node.name_any()).collect();
+        format!("\n  {}: {}", visible(&shortened(names.iter().map(String::as_str))), visible(&words))
+    });
+    let text = lines.fold(visible(&message), |text, line| text + &line);
+    Step::Waits { done: status.online as usize, all: status.size as usize, text }
+}
+
+/// What to say of a limit of so many seconds that is over.
+pub(crate) fn late(limit: Duration, text: &str) -> String {
+    format!(
+        "not over after {}, and it goes on: `kubectl flux status --watch` shows how far it is\n{text}",
+        many(limit.as_secs(), "second")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::fixture::{change, observed};
+
+    #[test]
+    fn it_is_over_once_all_members_are_online_and_the_planner_has_begun() {
+        let restarting = json!({"phase": "Restarting", "online": 1, "message": "1 of 3 nodes online"});
+        let failed = json!({"phase": "Failed", "message": "no lead"});
+        let waits = |done, text: &str| Step::Waits { done, all: 3, text: text.to_owned() };
+        for (what, status, has_begun, most, expected) in [
+            ("before", json!({}), false, None, waits(3, "all 3 nodes are online")),
+            ("after", json!({}), true, None, Step::Done),
+            ("a node still leaves", json!({}), true, Some(2), waits(3, "all 3 nodes are online")),
+            ("room for more", json!({}), true, Some(5), Step::Done),
+            ("on the way", restarting, true, None, waits(1, "1 of 3 nodes online")),
+            ("a failure before", failed.clone(), false, None, waits(3, "no lead")),
+            ("a failure", failed, true, None, Step::Stuck("no lead: see `kubectl flux doctor`".to_owned())),
+        ] {
+            assert_eq!(step(&observed(3, &status, &Value::Null), has_begun, most), expected, "{what}");
+        }
+    }
+
+    #[test]
+    fn those_that_are_waited_for_are_named_with_their_words() {
+        let mut seen = observed(4, &json!({"online": 1, "phase": "Starting", "message": "1 of 4"}), &Value::Null);
+        for rank in [1, 3] {
+            change(&mut seen, rank, &json!({}), &json!({"phase": "Installing", "message": "fetching\u{1b} 3 of 9"}));
+        }
+        change(&mut seen, 2, &json!({"rank": null}), &json!({"phase": "Waiting"}));
+        let text = "1 of 4\n  n[2,4]: Installing fetching? 3 of 9".to_owned();
+        assert_eq!(step(&seen, true, None), Step::Waits { done: 1, all: 4, text });
+    }
+}
