@@ -276,36 +276,10 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::fixture::{change, observed};
-
-    const NOW: &str = "2026-01-01T00:10:00Z";
-
-    fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
-        serde_json::from_value(value).unwrap()
-    }
-
-    fn agent(node: &str, down: Option<&str>) -> AgentPod {
-        AgentPod { name: format!("install-flux-{node}"), node: node.to_owned(), down: down.map(str::to_owned) }
-    }
-
-    fn lease(holder: &str, renewed: &str) -> Lease {
-        read(json!({"spec": {"holderIdentity": holder, "renewTime": renewed}}))
-    }
+    use crate::fixture::{NOW, agent, around, change, lease, observed};
 
     fn healthy() -> DoctorInputs {
-        DoctorInputs {
-            version: Ok(read(json!({
-                "major": "1", "minor": "36", "gitVersion": "v1.36.2", "gitCommit": "", "gitTreeState": "", "buildDate": "",
-                "goVersion": "", "compiler": "", "platform": "",
-            }))),
-            daemonset: Ok(Some(read(json!({
-                "metadata": {}, "status": {"currentNumberScheduled": 2, "desiredNumberScheduled": 2, "numberMisscheduled": 0, "numberReady": 2},
-            })))),
-            control_planes: Ok(None),
-            agents: Ok(vec![agent("n1", None), agent("n2", None)]),
-            planner: Ok(Some(lease("install-flux-n1", "2026-01-01T00:09:58.000000Z"))),
-            observed: Ok(observed(2, &Value::Null, &Value::Null)),
-        }
+        around(observed(2, &Value::Null, &Value::Null))
     }
 
     fn found(seen: &DoctorInputs) -> Vec<(Verdict, String)> {

@@ -1,8 +1,48 @@
 //! Instances for tests, as the API server would give them.
 
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::ResourceExt;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::observed::Observed;
+use crate::observed::{DoctorInputs, Observed};
+use model::agents::AgentPod;
+
+/// When a doctor looks.
+pub(crate) const NOW: &str = "2026-01-01T00:10:00Z";
+
+fn read<T: DeserializeOwned>(value: Value) -> T {
+    serde_json::from_value(value).unwrap()
+}
+
+/// An agent's pod; `down`: why it does not run.
+pub(crate) fn agent(node: &str, down: Option<&str>) -> AgentPod {
+    AgentPod { name: format!("install-flux-{node}"), node: node.to_owned(), down: down.map(str::to_owned) }
+}
+
+/// The planner's Lease.
+pub(crate) fn lease(holder: &str, renewed: &str) -> Lease {
+    read(json!({"spec": {"holderIdentity": holder, "renewTime": renewed}}))
+}
+
+/// What a doctor looks at, if nothing is wrong around the instance.
+pub(crate) fn around(observed: Observed) -> DoctorInputs {
+    let (agents, count) = (observed.nodes.iter().map(|node| agent(&node.name_any(), None)), observed.nodes.len());
+    let counts = json!({
+        "currentNumberScheduled": count, "desiredNumberScheduled": count, "numberMisscheduled": 0, "numberReady": count,
+    });
+    DoctorInputs {
+        version: Ok(read(json!({
+            "major": "1", "minor": "36", "gitVersion": "v1.36.2", "gitCommit": "", "gitTreeState": "", "buildDate": "",
+            "goVersion": "", "compiler": "", "platform": "",
+        }))),
+        daemonset: Ok(Some(read(json!({"metadata": {}, "status": counts})))),
+        control_planes: Ok(None),
+        agents: Ok(agents.collect()),
+        planner: Ok(Some(lease("install-flux-n1", "2026-01-01T00:09:58.000000Z"))),
+        observed: Ok(observed),
+    }
+}
 
 /// An instance of `count` nodes, all of them online and free, and the first one leads. `instance` and `lead` are added to the status of the
 /// FluxInstance and to that of the lead.
@@ -16,8 +56,8 @@ pub(crate) fn observed(count: u32, instance: &Value, lead: &Value) -> Observed {
     add(&mut nodes[0]["status"], &json!({"allocated": "", "jobs": {"running": 0, "pending": 0}}));
     add(&mut nodes[0]["status"], lead);
     Observed {
-        instance: serde_json::from_value(json!({"metadata": {"name": "flux"}, "spec": {}, "status": status})).unwrap(),
-        nodes: nodes.into_iter().map(|node| serde_json::from_value(node).unwrap()).collect(),
+        instance: read(json!({"metadata": {"name": "flux"}, "spec": {}, "status": status})),
+        nodes: nodes.into_iter().map(read).collect(),
         unreadable: Vec::new(),
     }
 }
@@ -27,7 +67,7 @@ pub(crate) fn change(observed: &mut Observed, rank: usize, spec: &Value, status:
     let mut node = serde_json::to_value(&observed.nodes[rank]).unwrap();
     add(&mut node["spec"], spec);
     add(&mut node["status"], status);
-    observed.nodes[rank] = serde_json::from_value(node).unwrap();
+    observed.nodes[rank] = read(node);
 }
 
 fn node(rank: u32) -> Value {

@@ -22,6 +22,8 @@ mod observed;
 mod overview;
 mod scale;
 mod screen;
+#[cfg(test)]
+mod states;
 mod status;
 mod support;
 mod tree;

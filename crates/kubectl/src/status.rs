@@ -55,7 +55,7 @@ pub(crate) async fn run(cluster: &Cluster, options: &StatusOptions) -> Result<Ex
 ///
 /// # Errors
 /// It can't be turned into JSON or YAML.
-fn render(overview: &Overview, format: StatusFormat, screen: Screen) -> Result<String, KubectlError> {
+pub(crate) fn render(overview: &Overview, format: StatusFormat, screen: Screen) -> Result<String, KubectlError> {
     match format {
         StatusFormat::Json => json(overview),
         StatusFormat::Yaml => yaml(overview),
