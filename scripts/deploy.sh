@@ -58,8 +58,10 @@ down() {
             # What it says of a time-out is said better below; whatever else went wrong shows there as hosts that are left.
             "${in_namespace[@]}" wait --for=delete fluxnode --all --timeout="$timeout" >/dev/null 2>&1 &
             waiting=$!
+            trap 'kill "$waiting" 2>/dev/null || true' EXIT
             said=
             while kill -0 "$waiting" 2>/dev/null; do
+                # An API server that is away may be there again.
                 now=$(left) || now=
                 if [ -n "$now" ] && [ "$now" != "$said" ]; then
                     printf '%s\n\n' "$now"
@@ -68,6 +70,7 @@ down() {
                 sleep 2
             done
             wait "$waiting" || true
+            trap - EXIT
             still=$(left)
             if [ -n "$still" ]; then
                 cat >&2 <<END

@@ -74,7 +74,7 @@ impl Announcer {
         match super::call("publish an Event", recorder.publish(&event(warning, reason, note), about)).await {
             Ok(()) => self.last = Some(event_id),
             Err(error) => {
-                // The Event that a recorder would count on may be deleted: only a new one can be made then.
+                // The recorder would update its last Event, which may be deleted. A new recorder creates one.
                 self.recorders.remove(note);
                 debug!(%error, "can't publish an Event");
             }

@@ -3,7 +3,6 @@
 use std::{
     io::{BufRead, IsTerminal, Write},
     process::{Command, ExitCode, Stdio},
-    sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
 };
 
@@ -110,15 +109,16 @@ fn agree(what: &str, is_agreed: bool) -> Result<(), KubectlError> {
 /// # Errors
 /// A host is not clean at the limit, or the API server doesn't answer until then.
 async fn wait_for_hosts(cluster: &Cluster, limit: Duration) -> Result<(), KubectlError> {
-    let most = AtomicUsize::new(0);
+    let mut most = 0;
     let look = async || {
         let nodes = match cluster.nodes().await {
             // The kind itself is gone.
             Err(error) if error.code() == Some(404) => return Ok(Step::Done),
             nodes => nodes?,
         };
-        let all = most.fetch_max(nodes.len(), Ordering::Relaxed).max(nodes.len());
-        Ok(left(&nodes).map_or(Step::Done, |text| Step::Waits { done: all - nodes.len(), all, text }))
+        most = most.max(nodes.len());
+        let counted = Some((most - nodes.len(), most));
+        Ok(left(&nodes).map_or(Step::Done, |text| Step::Waits { counted, text }))
     };
     let late = |text: &str| {
         format!(

@@ -14,13 +14,13 @@ use crate::{
     observed::Observed,
     screen::{complain, word},
 };
-use api::{InstancePhase, NodePhase};
+use api::{FluxNode, InstancePhase, NodePhase, Want};
 use base::words::{many, visible};
 use model::hostlist::shortened;
 
 /// How often to look.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// A bar, and below it what it waits for, in indicatif's words. It has no total as long as none is known.
+/// indicatif's template: a bar, and below it what is still missing.
 const BAR: &str = "[{bar:20}] {pos} of {len}, {elapsed}\n{msg}";
 
 /// How far it is.
@@ -30,10 +30,8 @@ pub(crate) enum Step {
     Done,
     /// It goes on.
     Waits {
-        /// How many nodes are as they are to be.
-        done: usize,
-        /// How many nodes there are in all; 0: not known.
-        all: usize,
+        /// How many nodes are as they are to be, and how many there are in all; None: not known now.
+        counted: Option<(usize, usize)>,
         /// What is still missing, and on which nodes, in lines.
         text: String,
     },
@@ -47,21 +45,21 @@ pub(crate) enum Step {
 /// It is stuck; it is not over after `limit`, and `late` has the words for that; or the API server refuses, or has not answered by then.
 pub(crate) async fn until(
     limit: Duration,
-    look: impl AsyncFn() -> Result<Step, KubectlError>,
+    mut look: impl AsyncFnMut() -> Result<Step, KubectlError>,
     late: impl FnOnce(&str) -> String,
 ) -> Result<(), KubectlError> {
     let (begin, mut shown) = (Instant::now(), Shown::on_stderr());
     loop {
-        let (done, all, text) = match look().await {
+        let (counted, text) = match look().await {
             Ok(Step::Done) => return Ok(()),
             Ok(Step::Stuck(why)) => return Err(KubectlError::State(why)),
             Ok(Step::Waits { text, .. }) if begin.elapsed() > limit => return Err(KubectlError::State(late(&text))),
-            Ok(Step::Waits { done, all, text }) => (done, all, text),
+            Ok(Step::Waits { counted, text }) => (counted, text),
             Err(error) if begin.elapsed() > limit || error.is_denied() => return Err(error),
             // An API server that is away may be there again.
-            Err(error) => (0, 0, error.text()),
+            Err(error) => (None, error.text()),
         };
-        shown.now(done, all, &text);
+        shown.now(counted, &text);
         tokio::time::sleep(LOOK_EVERY).await;
     }
 }
@@ -83,19 +81,22 @@ impl Shown {
         }
     }
 
-    fn now(&mut self, done: usize, all: usize, text: &str) {
+    fn now(&mut self, counted: Option<(usize, usize)>, text: &str) {
         match self {
             Self::Bar(bar) => {
-                bar.set_length(all as u64);
-                bar.set_position(done as u64);
+                if let Some((done, all)) = counted {
+                    bar.set_length(all as u64);
+                    bar.set_position(done as u64);
+                }
                 bar.set_message(text.trim_end().to_owned());
                 bar.tick();
             }
             Self::Lines { last } => {
-                let counted = if all == 0 { format!("{text}\n") } else { format!("{done} of {all}: {text}\n") };
-                if counted != *last {
-                    complain(&counted);
-                    *last = counted;
+                let counted = counted.map_or(String::new(), |(done, all)| format!("{done} of {all}: "));
+                let line = format!("{counted}{text}\n");
+                if line != *last {
+                    complain(&line);
+                    *last = line;
                 }
             }
         }
@@ -111,21 +112,25 @@ impl Drop for Shown {
     }
 }
 
-/// Whether all members are online, or at most `most` of them if there were to be fewer. `has_begun`: the planner has taken up what was asked
-/// for, so the status is about that. Pure.
+/// Whether all members are online; with `most`, also whether there are at most so many, and all that are to join have. `has_begun`: the planner
+/// has taken up what was asked for, so the status is about that. Pure.
 pub(crate) fn step(observed: &Observed, has_begun: bool, most: Option<u32>) -> Step {
     let status = observed.instance.status.clone().unwrap_or_default();
     let message = status.message.unwrap_or_default();
     if has_begun && status.phase == InstancePhase::Failed {
         return Step::Stuck(format!("{message}: see `kubectl flux doctor`"));
     }
-    let is_size = most.is_none_or(|most| status.size <= most);
+    // A node that is to join has no rank before its packages are installed. If there is no room for it, the planner gives a reason.
+    let joins = |node: &FluxNode| {
+        most.is_some() && node.spec.rank.is_none() && node.spec.want == Want::Install && node.spec.reason.is_none()
+    };
+    let is_size = most.is_none_or(|most| status.size <= most) && !observed.nodes.iter().any(joins);
     if has_begun && is_size && status.phase == InstancePhase::Running && status.online >= status.size {
         return Step::Done;
     }
     let absent = observed.nodes.iter().filter(|node| {
         let phase = node.status.as_ref().map(|status| &status.phase);
-        node.spec.rank.is_some() && phase != Some(&NodePhase::Online)
+        (joins(node) || node.spec.rank.is_some()) && phase != Some(&NodePhase::Online)
     });
     let words = alike(absent, |node| {
         let phase = node.status.as_ref().map_or(String::new(), |status| word(&status.phase));
@@ -137,7 +142,7 @@ pub(crate) fn step(observed: &Observed, has_begun: bool, most: Option<u32>) -> S
         format!("\n  {}: {}", visible(&shortened(names.iter().map(String::as_str))), visible(&words))
     });
     let text = lines.fold(visible(&message), |text, line| text + &line);
-    Step::Waits { done: status.online as usize, all: status.size as usize, text }
+    Step::Waits { counted: Some((status.online as usize, status.size as usize)), text }
 }
 
 /// What to say of a limit of so many seconds that is over.
@@ -159,7 +164,7 @@ mod tests {
     fn it_is_over_once_all_members_are_online_and_the_planner_has_begun() {
         let restarting = json!({"phase": "Restarting", "online": 1, "message": "1 of 3 nodes online"});
         let failed = json!({"phase": "Failed", "message": "no lead"});
-        let waits = |done, text: &str| Step::Waits { done, all: 3, text: text.to_owned() };
+        let waits = |done, text: &str| Step::Waits { counted: Some((done, 3)), text: text.to_owned() };
         for (what, status, has_begun, most, expected) in [
             ("before", json!({}), false, None, waits(3, "all 3 nodes are online")),
             ("after", json!({}), true, None, Step::Done),
@@ -181,6 +186,17 @@ mod tests {
         }
         change(&mut seen, 2, &json!({"rank": null}), &json!({"phase": "Waiting"}));
         let text = "1 of 4\n  n[2,4]: Installing fetching? 3 of 9".to_owned();
-        assert_eq!(step(&seen, true, None), Step::Waits { done: 1, all: 4, text });
+        assert_eq!(step(&seen, true, None), Step::Waits { counted: Some((1, 4)), text });
+    }
+
+    #[test]
+    fn a_larger_size_is_reached_once_the_nodes_that_install_have_joined() {
+        let mut seen = observed(3, &json!({"size": 2, "online": 2}), &Value::Null);
+        let fetches = json!({"phase": "Installing", "message": "fetching"});
+        change(&mut seen, 2, &json!({"rank": null, "want": "Install"}), &fetches);
+        let text = "all 3 nodes are online\n  n3: Installing fetching".to_owned();
+        assert_eq!(step(&seen, true, Some(3)), Step::Waits { counted: Some((2, 2)), text });
+        change(&mut seen, 2, &json!({"reason": "spec.size is 2"}), &json!({}));
+        assert_eq!(step(&seen, true, Some(3)), Step::Done);
     }
 }

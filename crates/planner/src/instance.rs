@@ -19,9 +19,9 @@ use model::{conditions::ConditionValue, read::read_default};
 /// because `kubectl apply` refuses an object whose CRD is new in the same file.
 ///
 /// Call this even if there is a FluxInstance: a ConfigMap that was created again has no mark yet, and without the mark the FluxInstance
-/// would come back as soon as a user deletes it. One that is being deleted uses up no default: it is made anew once that one is gone.
+/// would come back as soon as a user deletes it. A FluxInstance that is being deleted does not consume the ConfigMap: a call after its end creates a new one.
 ///
-/// Returns whether nothing is left to be done until the ConfigMap changes.
+/// Returns true if the next call is needed only after a change of the ConfigMap.
 ///
 /// # Errors
 /// If a call to the API server fails; [`ApiError::Content`] if the ConfigMap has no valid spec.
@@ -32,7 +32,7 @@ pub async fn ensure(client: &Client) -> Result<bool, ApiError> {
         return Ok(true);
     }
     let instances: Api<FluxInstance> = Api::namespaced(client.clone(), NAMESPACE);
-    // Asked, not looked up: the caches may still hold one that was deleted before the ConfigMap was applied.
+    // Not from the caches: they may still hold a FluxInstance that was deleted before the ConfigMap was applied.
     let uid = match call("get FluxInstance flux", instances.get_opt(INSTANCE)).await? {
         Some(instance) if instance.metadata.deletion_timestamp.is_some() => return Ok(false),
         Some(instance) => instance.uid(),

@@ -14,7 +14,7 @@ use clap::{ArgGroup, Args};
 use serde_json::json;
 use tokio::{
     runtime::Runtime,
-    sync::mpsc::{UnboundedSender, unbounded_channel},
+    sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
 };
 
 use crate::{
@@ -142,22 +142,36 @@ impl CreateBundle {
         let aside = Aside::in_directory(directory_of(&target)).map_err(write())?;
         let out = Hashing::new(BufWriter::with_capacity(BUFFER, aside.file().map_err(write())?));
         let (sender, events) = unbounded_channel();
-        let runtime = self.runtime()?;
-        let packing = runtime.spawn_blocking({
-            let (from, manifest, given) = (from.clone(), manifest.clone(), self.out.clone());
-            move || {
-                let mut progress = |now| drop(sender.send(now));
-                let packed = pack::pack(&from, &manifest, out, &mut progress)
-                    .map_err(|e| not_packed(e, &given, Path::to_owned))?;
-                progress(Progress::begun("syncing"));
-                Ok::<_, BundleError>(finish(packed).map_err(FileError::on("write", &given))?)
-            }
-        });
-        let work = async { packing.await.map_err(|e| FileError::on("write", &self.out)(io::Error::other(e)))? };
-        let (sha256, bytes) = runtime.block_on(shown(Style::of(self.output), events, work))?;
+        let pack = || {
+            let mut progress = |now| drop(sender.send(now));
+            let packed = pack::pack(&from, &manifest, out, &mut progress)
+                .map_err(|e| not_packed(e, &self.out, Path::to_owned))?;
+            progress(Progress::begun("syncing"));
+            Ok::<_, BundleError>(finish(packed).map_err(write())?)
+        };
+        let (sha256, bytes) = self.beside_progress(events, pack)?;
         aside.keep(&target).map_err(write())?;
         let warning = warning_of_configuration(&from, given, &manifest.prefix);
         Ok(CreatedBundle { manifest, sha256, bytes, packages: None, warning })
+    }
+
+    /// Runs `work` on this thread, while another one shows its progress.
+    fn beside_progress<T>(
+        &self,
+        events: UnboundedReceiver<Progress>,
+        work: impl FnOnce() -> Result<T, BundleError>,
+    ) -> Result<T, BundleError> {
+        let (ended, end) = tokio::sync::oneshot::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_time().build() else { return };
+                // The work itself says why it has failed.
+                let _ = runtime.block_on(shown(Style::of(self.output), events, async { end.await.unwrap_or(Err(())) }));
+            });
+            let done = work();
+            let _ = ended.send(done.as_ref().map(drop).map_err(drop));
+            done
+        })
     }
 
     fn runtime(&self) -> Result<Runtime, BundleError> {
