@@ -14,7 +14,11 @@ use clap::{ArgGroup, Args};
 use serde_json::json;
 use tokio::{
     runtime::Runtime,
-    sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+    sync::{
+        mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+        oneshot,
+    },
+    time::timeout,
 };
 
 use crate::{
@@ -47,6 +51,9 @@ use locks::LockError;
 const BUFFER: usize = 1 << 16;
 /// How long Flux may take to say where it reads its configuration: milliseconds, but on a busy disk seconds.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// What takes less than this shows no progress.
+const NOT_LONG: Duration = Duration::from_secs(1);
 
 /// Arguments of [`BundleCommand::Create`](super::BundleCommand::Create).
 #[derive(Args, Debug, Clone, Default)]
@@ -155,18 +162,22 @@ impl CreateBundle {
         Ok(CreatedBundle { manifest, sha256, bytes, packages: None, warning })
     }
 
-    /// Runs `work` on this thread, while another one shows its progress.
+    /// Runs `work` on this thread, while another one shows its progress, if it takes long enough for anybody to wonder.
     fn beside_progress<T>(
         &self,
         events: UnboundedReceiver<Progress>,
         work: impl FnOnce() -> Result<T, BundleError>,
     ) -> Result<T, BundleError> {
-        let (ended, end) = tokio::sync::oneshot::channel();
+        let (ended, mut end) = oneshot::channel();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_time().build() else { return };
-                // The work itself says why it has failed.
-                let _ = runtime.block_on(shown(Style::of(self.output), events, async { end.await.unwrap_or(Err(())) }));
+                runtime.block_on(async {
+                    if timeout(NOT_LONG, &mut end).await.is_err() {
+                        // The work itself says why it has failed.
+                        let _ = shown(Style::of(self.output), events, async { end.await.unwrap_or(Err(())) }).await;
+                    }
+                });
             });
             let done = work();
             let _ = ended.send(done.as_ref().map(drop).map_err(drop));
