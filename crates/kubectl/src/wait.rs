@@ -55,7 +55,7 @@ pub(crate) async fn until(
             Ok(Step::Stuck(why)) => return Err(KubectlError::State(why)),
             Ok(Step::Waits { text, .. }) if begin.elapsed() > limit => return Err(KubectlError::State(late(&text))),
             Ok(Step::Waits { counted, text }) => (counted, text),
-            Err(error) if begin.elapsed() > limit || error.is_denied() => return Err(error),
+            Err(error) if begin.elapsed() > limit || error.is_denied() || error.is_not_found() => return Err(error),
             // An API server that is away may be there again.
             Err(error) => (None, error.text()),
         };
