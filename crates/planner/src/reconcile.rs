@@ -188,7 +188,7 @@ impl Planner {
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
             self.mark(caches, Mark::Protection, changes).await;
-            self.mark(caches, Mark::Label, labels::at_the_end(&nodes)).await;
+            self.mark(caches, Mark::Label, labels::removals(&nodes)).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {

@@ -13,7 +13,6 @@ use std::{
 use clap::{ArgGroup, Args};
 use serde_json::json;
 use tokio::{
-    runtime::Runtime,
     sync::{
         mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
         oneshot,
@@ -185,11 +184,6 @@ impl CreateBundle {
         })
     }
 
-    fn runtime(&self) -> Result<Runtime, BundleError> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-        Ok(runtime.map_err(FileError::on("start threads for", &self.out))?)
-    }
-
     fn target(&self) -> Result<PathBuf, BundleError> {
         rename_target(&self.out).map_err(|e| BundleError::input(&self.out, e.to_string()))
     }
@@ -213,7 +207,8 @@ impl CreateBundle {
         let downloads = Downloads::beside(&self.out, self.parent())?;
         self.check_room(&packages, &downloads)?;
 
-        let runtime = self.runtime()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.map_err(FileError::on("start threads for", &self.out))?;
         let packed = downloads.bundle();
         let (sender, events) = unbounded_channel();
         let work = async {
