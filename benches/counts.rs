@@ -29,7 +29,7 @@ use kube::{
     config::{KubeConfigOptions, Kubeconfig},
     runtime::wait::{await_condition, conditions},
 };
-use many::{Cost, Fleet, objects::heartbeat};
+use many::{Cost, Fleet, mean, objects::heartbeat};
 use serde_json::{Value, json};
 use tokio::time::{interval, sleep};
 
@@ -101,7 +101,7 @@ async fn count(nodes: u32, steady: Duration) -> Value {
     let each = memory().saturating_sub(before) * 1024 / u64::from(nodes);
     let settled = fleet.costs();
     sleep(steady).await;
-    let steady_costs = since(&fleet, &settled);
+    let steady_costs = fleet.since(&settled);
     let (lead, planner) = (fleet.lead(), fleet.planner().await);
     let join = join(&mut fleet, nodes as usize).await;
     let before_failover = fleet.costs();
@@ -115,14 +115,13 @@ async fn count(nodes: u32, steady: Duration) -> Value {
         sleep(LOOK_AGAIN).await;
     };
     let failover = begin.elapsed();
-    let failover_costs = since(&fleet, &before_failover);
+    let failover_costs = fleet.since(&before_failover);
     kubelets.abort();
-    let is_plain = |number: &usize| ![lead, planner, successor].contains(number);
-    let is_plain = |number: &usize| is_plain(number) && !settled[*number].planner.requests.contains_key("watch leases");
+    let is_plain = |number: &usize| ![lead, planner, successor].contains(number) && !settled[*number].watches_lease();
     let plain: Vec<_> = (0..nodes as usize).filter(is_plain).collect();
     let part = |costs: &[Cost]| {
         let plain: Vec<_> = plain.iter().map(|number| &costs[*number]).collect();
-        json!({"plain": mean(&plain), "lead": whole(&costs[lead].own, costs[lead].rounds),
+        json!({"plain": means(&plain), "lead": whole(&costs[lead].own, costs[lead].rounds),
                "planner": whole(&costs[planner].planner, 0)})
     };
     json!({
@@ -152,10 +151,6 @@ async fn join(fleet: &mut Fleet, number: usize) -> Duration {
     last.unwrap().saturating_duration_since(first.unwrap())
 }
 
-fn since(fleet: &Fleet, before: &[Cost]) -> Vec<Cost> {
-    fleet.costs().iter().zip(before).map(|(now, then)| now.since(then)).collect()
-}
-
 /// Sums of one client.
 fn whole(counts: &many::counts::Counts, rounds: u64) -> Value {
     json!({"requests": counts.all_requests(), "bytes": counts.all_bytes(), "events": counts.all_events(), "rounds": rounds,
@@ -163,14 +158,14 @@ fn whole(counts: &many::counts::Counts, rounds: u64) -> Value {
 }
 
 /// Means of these agents, with what of the planner is in each.
-fn mean(costs: &[&Cost]) -> Value {
-    let of = |of: &dyn Fn(&Cost) -> u64| costs.iter().map(|cost| of(cost) as f64).sum::<f64>() / costs.len() as f64;
+fn means(costs: &[&Cost]) -> Value {
+    let of = |of: &dyn Fn(&Cost) -> u64| mean(costs, of);
     let bytes_of = |what: &str| of(&|cost| cost.own.bytes.get(what).copied().unwrap_or(0));
     json!({
         "agents": costs.len(),
-        "requests": of(&|cost| cost.own.all_requests() + cost.planner.all_requests()),
-        "bytes": of(&|cost| cost.own.all_bytes() + cost.planner.all_bytes()),
-        "events": of(&|cost| cost.own.all_events() + cost.planner.all_events()),
+        "requests": of(&Cost::requests),
+        "bytes": of(&Cost::bytes),
+        "events": of(&Cost::events),
         "rounds": of(&|cost| cost.rounds),
         "bytes_of_roster": bytes_of("get configmaps/flux-roster"),
         "bytes_of_broker_toml": bytes_of("get configmaps/flux-broker"),

@@ -98,6 +98,19 @@ impl Bed {
         Some(Self { flux, bridge, uids, may_start_queues, client, brokers, kubelet, base, _cluster: cluster })
     }
 
+    /// As [`Self::new`], with a pod of another scheduler on each node that uses two cores: one job holds them all.
+    async fn beside_others() -> Option<Self> {
+        let mut bed = Self::new().await?;
+        bed.bridge.abort();
+        for rank in 0..3 {
+            bed.make_other(&format!("other{rank}"), 2, rank).await;
+        }
+        bed.bridge = serve(bed.client.clone(), bed.brokers[0].socket(), &bed.uids, &bed.may_start_queues);
+        bed.until_allocated(6).await;
+        assert_eq!(bed.jobs(), "other-pods/3-nodes RUN [0-2]");
+        Some(bed)
+    }
+
     fn pods(&self) -> Api<Pod> {
         Api::namespaced(self.client.clone(), NAMESPACE)
     }
@@ -404,14 +417,7 @@ async fn cores_that_other_pods_use_are_given_to_no_job() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_other_pods_use_of_many_nodes_is_held_by_one_job() {
-    let Some(mut bed) = Bed::new().await else { return };
-    bed.bridge.abort();
-    for rank in 0..3 {
-        bed.make_other(&format!("other{rank}"), 2, rank).await;
-    }
-    bed.bridge = serve(bed.client.clone(), bed.brokers[0].socket(), &bed.uids, &bed.may_start_queues);
-    bed.until_allocated(6).await;
-    assert_eq!(bed.jobs(), "other-pods/3-nodes RUN [0-2]");
+    let Some(mut bed) = Bed::beside_others().await else { return };
     bed.flux(&["submit", "-N3", "-n3", "-c3", "--job-name=waits", "sleep", "0"]);
     bed.until_pending(1).await;
     bed.delete("other1").await;
@@ -429,14 +435,7 @@ async fn what_other_pods_use_of_many_nodes_is_held_by_one_job() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rank_that_was_drained_a_moment_ago_costs_no_other_rank_the_cores_of_its_pods() {
-    let Some(mut bed) = Bed::new().await else { return };
-    bed.bridge.abort();
-    for rank in 0..3 {
-        bed.make_other(&format!("other{rank}"), 2, rank).await;
-    }
-    bed.bridge = serve(bed.client.clone(), bed.brokers[0].socket(), &bed.uids, &bed.may_start_queues);
-    bed.until_allocated(6).await;
-    assert_eq!(bed.jobs(), "other-pods/3-nodes RUN [0-2]");
+    let Some(bed) = Bed::beside_others().await else { return };
     bed.flux(&["submit", "-n1", "-c3", "--requires=rank:0", "--job-name=waits", "sleep", "0"]);
     bed.until_pending(1).await;
     // The agent here tells the bridge nothing of it.

@@ -17,7 +17,6 @@ use kube::{
 use serde_json::{Value, json};
 use tracing::{info, warn};
 
-use api::Rank;
 use base::error_chain;
 use broker::{
     job_id::JobId,
@@ -105,16 +104,17 @@ impl Tools {
     }
 
     async fn shadow(&self, step: &ShadowStep) -> Outcome {
-        let unavailable = match self.unavailable(step).await {
-            Ok(unavailable) => unavailable,
-            // Nothing was changed yet.
-            Err(error) => {
-                info!(error = error_chain(&error), "can't get the ranks that Flux gives jobs");
-                return Outcome::Busy(ASK_AGAIN_AFTER);
+        if step.needs_all_ranks() {
+            // What the agent tells of ranks is some seconds old.
+            match instance(&self.broker).await.map(|now| step.unavailable(&available(Some(&now)))) {
+                Ok(none) if none.is_empty() => {}
+                Ok(unavailable) => return Outcome::Apart(unavailable),
+                // Nothing was changed yet.
+                Err(error) => {
+                    info!(error = error_chain(&error), "can't get the ranks that Flux gives jobs");
+                    return Outcome::Busy(ASK_AGAIN_AFTER);
+                }
             }
-        };
-        if !unavailable.is_empty() {
-            return Outcome::Apart(unavailable);
         }
         let mut outcome = Outcome::Done(None);
         for request in &step.submit {
@@ -133,21 +133,6 @@ impl Tools {
             }
         }
         outcome
-    }
-
-    /// The ranks that the step asks for by one job with others, and that Flux gives no jobs now. Asked only if cores of other ranks come
-    /// free for that job: it would not get them, and others would. What the agent tells of ranks is some seconds old.
-    async fn unavailable(&self, step: &ShadowStep) -> Result<Vec<Rank>, RpcError> {
-        if step.cancel.is_empty() || !step.asks_for_many() {
-            return Ok(Vec::new());
-        }
-        let available = available(Some(&instance(&self.broker).await?));
-        let together = step.submit.iter().filter(|request| request.nodes.len() > 1);
-        Ok(together
-            .flat_map(|request| request.nodes.keys())
-            .copied()
-            .filter(|rank| !available.contains(*rank))
-            .collect())
     }
 
     async fn bind(&self, binding: &Binding) -> Result<(), ApiError> {

@@ -9,13 +9,13 @@ use std::{
 use kube::{ResourceExt, api::DeleteParams, core::DeserializeGuard};
 
 use crate::{
-    alike::alike,
+    alike::lines,
     arguments::UninstallOptions,
     error::KubectlError,
     kubectl,
     observed::{Cluster, Observed},
     overview::lead_of,
-    screen::{print, word},
+    screen::print,
     wait::{self, Step},
 };
 use api::{FluxNode, INSTANCE, NAMESPACE, RunningJobs};
@@ -24,7 +24,6 @@ use base::{
     words::{many, visible},
 };
 use cluster::{call, gone_is_fine};
-use model::hostlist::shortened;
 
 /// The objects of an installation, in the order in which they go: whoever gets the agents' ServiceAccount next must not get the rights of the
 /// bridge with it. Only their kinds and names matter here.
@@ -138,17 +137,8 @@ async fn wait_for_hosts(cluster: &Cluster, limit: Duration) -> Result<(), Kubect
 
 /// The hosts that are not clean, those with the same words in a line; None if there are none. Pure.
 fn left(nodes: &[DeserializeGuard<FluxNode>]) -> Option<String> {
-    let words = |node: &&DeserializeGuard<FluxNode>| {
-        let status = node.0.as_ref().ok().and_then(|node| node.status.as_ref());
-        let message = status.and_then(|status| status.message.as_deref()).unwrap_or_default();
-        let phase = status.map_or(String::new(), |status| word(&status.phase));
-        visible(format!("{phase} {message}").trim())
-    };
-    let lines = alike(nodes, words).into_iter().map(|(words, nodes)| {
-        let nodes: Vec<_> = nodes.iter().map(|node| node.name_any()).collect();
-        format!("\n  {}: {words}", visible(&shortened(nodes.iter().map(String::as_str))))
-    });
-    (!nodes.is_empty()).then(|| format!("{} to clean{}", many(nodes.len() as u64, "host"), lines.collect::<String>()))
+    let lines = lines(nodes, |node| (node.name_any(), node.0.as_ref().ok().and_then(|node| node.status.as_ref())));
+    (!nodes.is_empty()).then(|| format!("{} to clean{lines}", many(nodes.len() as u64, "host")))
 }
 
 /// Deletes objects by kubectl, which knows in which order kinds go and what is gone already; returns its exit code.

@@ -8,15 +8,9 @@ use std::{
 use indicatif::{ProgressBar, ProgressStyle};
 use kube::ResourceExt;
 
-use crate::{
-    alike::alike,
-    error::KubectlError,
-    observed::Observed,
-    screen::{complain, word},
-};
+use crate::{alike::lines, error::KubectlError, observed::Observed, screen::complain};
 use api::{FluxNode, InstancePhase, NodePhase, Want};
 use base::words::{many, visible};
-use model::hostlist::shortened;
 
 /// How often to look.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -55,7 +49,7 @@ pub(crate) async fn until(
             Ok(Step::Stuck(why)) => return Err(KubectlError::State(why)),
             Ok(Step::Waits { text, .. }) if begin.elapsed() > limit => return Err(KubectlError::State(late(&text))),
             Ok(Step::Waits { counted, text }) => (counted, text),
-            Err(error) if begin.elapsed() > limit || error.is_denied() => return Err(error),
+            Err(error) if begin.elapsed() > limit || error.is_denied() || error.is_not_found() => return Err(error),
             // An API server that is away may be there again.
             Err(error) => (None, error.text()),
         };
@@ -132,16 +126,7 @@ pub(crate) fn step(observed: &Observed, has_begun: bool, most: Option<u32>) -> S
         let phase = node.status.as_ref().map(|status| &status.phase);
         (joins(node) || node.spec.rank.is_some()) && phase != Some(&NodePhase::Online)
     });
-    let words = alike(absent, |node| {
-        let phase = node.status.as_ref().map_or(String::new(), |status| word(&status.phase));
-        let message = node.status.as_ref().and_then(|status| status.message.clone()).unwrap_or_default();
-        format!("{phase} {message}").trim().to_owned()
-    });
-    let lines = words.into_iter().map(|(words, nodes)| {
-        let names: Vec<_> = nodes.iter().map(|node| node.name_any()).collect();
-        format!("\n  {}: {}", visible(&shortened(names.iter().map(String::as_str))), visible(&words))
-    });
-    let text = lines.fold(visible(&message), |text, line| text + &line);
+    let text = visible(&message) + &lines(absent, |node| (node.name_any(), node.status.as_ref()));
     Step::Waits { counted: Some((status.online as usize, status.size as usize)), text }
 }
 

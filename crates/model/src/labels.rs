@@ -16,7 +16,7 @@ pub const WRITTEN: [&str; 3] = [LABEL_RANK, LABEL_LEAD, LABEL_ONLINE];
 /// The changes while there is an instance. None while it has no roster: what the Nodes say stays.
 pub fn changes(seen: &Observed, planned: Option<&Planned>) -> Vec<NodeChange> {
     if !seen.spec.nodes.label {
-        return at_the_end(seen.nodes);
+        return removals(seen.nodes);
     }
     let Some(planned) = planned else { return Vec::new() };
     let wanted = wanted(planned, &NodeIndex::of(seen.nodes));
@@ -24,8 +24,8 @@ pub fn changes(seen: &Observed, planned: Option<&Planned>) -> Vec<NodeChange> {
     seen.nodes.iter().filter_map(|node| change(node, wanted.get(node.uid.as_str()).unwrap_or(&none))).collect()
 }
 
-/// The changes once the instance is being deleted, or labels no Nodes: removes the labels.
-pub fn at_the_end(nodes: &[NodeView]) -> Vec<NodeChange> {
+/// Removes our labels from all Nodes: the instance is being deleted, or labels none.
+pub fn removals(nodes: &[NodeView]) -> Vec<NodeChange> {
     nodes.iter().filter_map(|node| change(node, &BTreeMap::new())).collect()
 }
 
@@ -119,7 +119,7 @@ mod tests {
         world.nodes[1].uid = "another".to_owned();
         assert_eq!(settle(&mut world), ["node2"]);
         assert_eq!(of(&world, "node2"), [None, None, None]);
-        let changes = at_the_end(&world.nodes);
+        let changes = removals(&world.nodes);
         assert_eq!(apply(&mut world, changes), ["node1"]);
         assert_eq!(of(&world, "node1"), [None, None, None]);
     }

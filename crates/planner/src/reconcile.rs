@@ -42,7 +42,7 @@ use model::{
     forsaken::forsaken,
     kubernetes::unsupported,
     labels,
-    marks::{NodeChange, joined},
+    marks::NodeChange,
     members::Planned,
     observed::{Observed, Unusable, retain_secs},
     obstacle::Obstacle,
@@ -97,7 +97,7 @@ pub async fn run(
         is_cleaned_up: false,
         agents: Agents::default(),
         protection: Protection::default(),
-        mark_again: None,
+        mark_again: BTreeMap::new(),
         refused: BTreeMap::new(),
         metrics: metrics.clone(),
         status_written: None,
@@ -135,6 +135,15 @@ pub async fn run(
 /// Pause between two writes of the FluxInstance's status that only count, in an instance of `size` members: each is sent to every agent.
 fn count_pause(size: u32) -> Duration {
     Duration::from_millis(size.into()).min(LONGEST_COUNT)
+}
+
+/// What the planner writes onto Nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Mark {
+    /// Annotations that keep autoscalers away.
+    Protection,
+    /// What pods can select by.
+    Label,
 }
 
 struct Planner {
@@ -175,7 +184,7 @@ struct Planner {
     agents: Agents,
     protection: Protection,
     /// After a failed write of annotations or labels of Nodes, when to try again.
-    mark_again: Option<Instant>,
+    mark_again: BTreeMap<Mark, Instant>,
     /// The FluxNodes that could not be written, by name: since when, and why.
     refused: BTreeMap<String, (Instant, String)>,
     metrics: Metrics,
@@ -191,7 +200,8 @@ impl Planner {
             readable(&flux_nodes).map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
-            self.mark(caches, changes, labels::at_the_end(&nodes)).await;
+            self.mark(caches, Mark::Protection, changes).await;
+            self.mark(caches, Mark::Label, labels::removals(&nodes)).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
@@ -303,10 +313,14 @@ impl Planner {
         let planned = roster.map(|roster| Planned::observe(&seen, roster));
         if !caches.is_over() {
             let changes = self.protection.changes(&seen, planned.as_ref());
-            self.mark(caches, changes, labels::changes(&seen, planned.as_ref())).await;
+            self.mark(caches, Mark::Protection, changes).await;
         }
         let flux_nodes = caches.flux_nodes.state();
         self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
+        // After that: the labels of many Nodes change just when their agents wait for what they are to do.
+        if !caches.is_over() {
+            self.mark(caches, Mark::Label, labels::changes(&seen, planned.as_ref())).await;
+        }
         let unusable = self.unusable(&flux_nodes);
         let seen = Observed { unusable: &unusable, ..seen };
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
@@ -463,21 +477,22 @@ impl Planner {
         }
     }
 
-    /// Writes the annotations and labels of Nodes. A failure doesn't stop planning.
-    async fn mark(&mut self, caches: &Caches, annotations: Vec<NodeChange>, labels: Vec<NodeChange>) {
-        let changes = joined(annotations.into_iter().chain(labels));
-        if changes.is_empty() || self.mark_again.is_some_and(|again| Instant::now() < again) {
+    /// Writes annotations or labels of Nodes. A failure doesn't stop planning. Each by itself: if somebody guards the labels of Nodes, the
+    /// annotations are written nevertheless.
+    async fn mark(&mut self, caches: &Caches, mark: Mark, changes: Vec<NodeChange>) {
+        if changes.is_empty() || self.mark_again.get(&mark).is_some_and(|again| Instant::now() < *again) {
             return;
         }
-        self.mark_again = match marks::write(&self.client, &caches.nodes, changes).await {
-            Ok(()) => None,
+        self.mark_again.remove(&mark);
+        match marks::write(&self.client, &caches.nodes, changes).await {
+            Ok(()) => {}
             // A Node has changed meanwhile: the next round tries again.
-            Err(error) if error.code() == Some(409) => None,
+            Err(error) if error.code() == Some(409) => {}
             Err(error) => {
-                warn!(error = error_chain(&error), "can't write annotations and labels of Nodes");
-                Some(Instant::now() + MARK_AGAIN)
+                warn!(error = error_chain(&error), ?mark, "can't write onto Nodes");
+                self.mark_again.insert(mark, Instant::now() + MARK_AGAIN);
             }
-        };
+        }
     }
 
     /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`).

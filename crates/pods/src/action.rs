@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use api::Rank;
+use api::{IdSet, Rank};
 use broker::job_id::JobId;
 
 use crate::{
@@ -102,7 +102,22 @@ pub struct ShadowStep {
 impl ShadowStep {
     /// It asks for cores of several ranks by one job: what one of them can't give keeps the others from giving theirs.
     pub fn asks_for_many(&self) -> bool {
-        self.submit.iter().any(|request| request.nodes.len() > 1)
+        self.for_many().next().is_some()
+    }
+
+    /// Cores of other ranks come free for a job that one rank which gets no jobs would keep waiting: others would get them.
+    pub fn needs_all_ranks(&self) -> bool {
+        !self.cancel.is_empty() && self.asks_for_many()
+    }
+
+    /// The ranks for which it asks by one job with others, and that are not `available`.
+    pub fn unavailable(&self, available: &IdSet) -> Vec<Rank> {
+        let ranks = self.for_many().flat_map(|request| request.nodes.keys());
+        ranks.copied().filter(|rank| !available.contains(*rank)).collect()
+    }
+
+    fn for_many(&self) -> impl Iterator<Item = &ShadowRequest> {
+        self.submit.iter().filter(|request| request.nodes.len() > 1)
     }
 }
 

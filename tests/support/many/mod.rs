@@ -58,6 +58,26 @@ impl Cost {
             rounds: self.rounds - before.rounds,
         }
     }
+
+    /// Requests of both.
+    pub fn requests(&self) -> u64 {
+        self.own.all_requests() + self.planner.all_requests()
+    }
+
+    /// Bytes that both were sent.
+    pub fn bytes(&self) -> u64 {
+        self.own.all_bytes() + self.planner.all_bytes()
+    }
+
+    /// Watch events that both were sent.
+    pub fn events(&self) -> u64 {
+        self.own.all_events() + self.planner.all_events()
+    }
+
+    /// It watches the planner's Lease, as those of the lowest ranks do.
+    pub fn watches_lease(&self) -> bool {
+        self.planner.requests.contains_key("watch leases")
+    }
 }
 
 /// All agents of a cluster.
@@ -137,6 +157,11 @@ impl Fleet {
         self.agents.iter().map(cost).collect()
     }
 
+    /// What each agent has cost since it had cost `before`.
+    pub fn since(&self, before: &[Cost]) -> Vec<Cost> {
+        self.costs().iter().zip(before).map(|(now, then)| now.since(then)).collect()
+    }
+
     /// The number of the node whose agent is the planner.
     pub async fn planner(&self) -> usize {
         let leases = Api::<Lease>::namespaced(self.admin.clone(), NAMESPACE);
@@ -167,4 +192,9 @@ where
             false => found.remove(&object.name_any()),
         };
     }
+}
+
+/// Mean of all.
+pub fn mean(costs: &[&Cost], of: impl Fn(&Cost) -> u64) -> f64 {
+    costs.iter().map(|cost| of(cost) as f64).sum::<f64>() / costs.len() as f64
 }

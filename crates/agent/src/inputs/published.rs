@@ -64,9 +64,8 @@ impl PublishedState {
             return Ok(());
         }
         let is_lead = leads(view, Some(spec));
-        // The planner says so also if the roster is gone, which only the lead can mend.
-        let may_be_gone = is_lead && watched.instance_status().is_none_or(|status| status.online == 0);
-        if may_be_gone || self.newer.is_some() || may_be_outdated(self.roster.as_deref(), spec, view) {
+        // The lead uses more of the roster than what makes an entry's revision, and restores it if it is gone.
+        if is_lead || self.newer.is_some() || may_be_outdated(self.roster.as_deref(), spec, view) {
             match self.read_roster(client).await {
                 Err(error @ ApiError::NewerRoster(_)) => {
                     self.newer = Some((Instant::now(), error_chain(&error)));

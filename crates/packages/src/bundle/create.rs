@@ -13,8 +13,11 @@ use std::{
 use clap::{ArgGroup, Args};
 use serde_json::json;
 use tokio::{
-    runtime::Runtime,
-    sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+    sync::{
+        mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+        oneshot,
+    },
+    time::timeout,
 };
 
 use crate::{
@@ -47,6 +50,9 @@ use locks::LockError;
 const BUFFER: usize = 1 << 16;
 /// How long Flux may take to say where it reads its configuration: milliseconds, but on a busy disk seconds.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// What takes less than this shows no progress.
+const NOT_LONG: Duration = Duration::from_secs(1);
 
 /// Arguments of [`BundleCommand::Create`](super::BundleCommand::Create).
 #[derive(Args, Debug, Clone, Default)]
@@ -155,28 +161,27 @@ impl CreateBundle {
         Ok(CreatedBundle { manifest, sha256, bytes, packages: None, warning })
     }
 
-    /// Runs `work` on this thread, while another one shows its progress.
+    /// Runs `work` on this thread, while another one shows its progress, if it takes long enough for anybody to wonder.
     fn beside_progress<T>(
         &self,
         events: UnboundedReceiver<Progress>,
         work: impl FnOnce() -> Result<T, BundleError>,
     ) -> Result<T, BundleError> {
-        let (ended, end) = tokio::sync::oneshot::channel();
+        let (ended, mut end) = oneshot::channel();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_time().build() else { return };
-                // The work itself says why it has failed.
-                let _ = runtime.block_on(shown(Style::of(self.output), events, async { end.await.unwrap_or(Err(())) }));
+                runtime.block_on(async {
+                    if timeout(NOT_LONG, &mut end).await.is_err() {
+                        // The work itself says why it has failed.
+                        let _ = shown(Style::of(self.output), events, async { end.await.unwrap_or(Err(())) }).await;
+                    }
+                });
             });
             let done = work();
             let _ = ended.send(done.as_ref().map(drop).map_err(drop));
             done
         })
-    }
-
-    fn runtime(&self) -> Result<Runtime, BundleError> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-        Ok(runtime.map_err(FileError::on("start threads for", &self.out))?)
     }
 
     fn target(&self) -> Result<PathBuf, BundleError> {
@@ -202,7 +207,8 @@ impl CreateBundle {
         let downloads = Downloads::beside(&self.out, self.parent())?;
         self.check_room(&packages, &downloads)?;
 
-        let runtime = self.runtime()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.map_err(FileError::on("start threads for", &self.out))?;
         let packed = downloads.bundle();
         let (sender, events) = unbounded_channel();
         let work = async {

@@ -45,6 +45,9 @@ const MOST_RUNNING: usize = 4;
 /// rank whose cores it gives to nobody, for a reason that is not known here, keeps the others no longer.
 const TOGETHER_FOR: Millis = 30 * SECOND;
 
+/// How old a job must be before another one replaces it because of its urgency: somebody may change that of each job that comes.
+const REPLACED_AFTER: Millis = 5 * SECOND;
+
 /// Most ranks of a job. If what one of them holds changes, the others get another job.
 const MOST_TOGETHER: usize = 128;
 
@@ -77,7 +80,7 @@ pub(super) fn keep(round: &mut Round, accounts: &BTreeMap<Rank, Account>) -> Vec
         for (rank, _) in shadow.nodes.iter().filter(|(rank, node)| !is_member(round, **rank, node)) {
             changes.add(*rank, [ShadowChange::Set { job: job.id, cores: 0, may_share: false, why: NO_MEMBER }]);
         }
-        if has_foreign_urgency(job) {
+        if has_foreign_urgency(round.now, job) {
             let none = || ShadowChange::Set { job: job.id, cores: 0, may_share: false, why: FOREIGN_URGENCY };
             shadow.nodes.keys().for_each(|rank| changes.add(*rank, [none()]));
         }
@@ -156,8 +159,12 @@ fn is_old(round: &Round, job: &Job, shadow: &Shadow) -> bool {
 
 /// The job waits with another urgency than that of shadow jobs: others come before it, or it is held. It counts for nothing, and another one is
 /// asked for.
-fn has_foreign_urgency(job: &Job) -> bool {
-    job.state == JobState::Pending && job.urgency != USED_CORES_URGENCY
+fn has_foreign_urgency(now: Moment, job: &Job) -> bool {
+    is_out_of_order(job) && now >= job.submitted.saturating_add(REPLACED_AFTER)
+}
+
+fn is_out_of_order(job: &Job) -> bool {
+    job.is_active() && job.state == JobState::Pending && job.urgency != USED_CORES_URGENCY
 }
 
 /// When a job for several ranks has waited for too long; None if it does not wait.
@@ -169,9 +176,12 @@ fn late_at(round: &Round, job: &Job, shadow: &Shadow) -> Option<Moment> {
 }
 
 fn wake_for_late(round: &mut Round) {
-    let waiting = round.jobs.shadows().filter_map(|(job, shadow)| late_at(round, job, shadow));
-    let next = waiting.filter(|late| *late > round.now).min();
-    next.into_iter().for_each(|late| round.wake_at(late));
+    let late = round.jobs.shadows().filter_map(|(job, shadow)| late_at(round, job, shadow));
+    let of_urgency = round.jobs.shadows().filter(|(job, _)| is_out_of_order(job));
+    let replaced = of_urgency.map(|(job, _)| job.submitted.saturating_add(REPLACED_AFTER));
+    if let Some(next) = late.chain(replaced).filter(|at| *at > round.now).min() {
+        round.wake_at(next);
+    }
 }
 
 /// The node is still a member, with this rank.
@@ -283,7 +293,7 @@ fn by_rank<'a>(round: &Round<'a>) -> BTreeMap<Rank, Shadows<'a>> {
         job.held().iter().for_each(|slot| *held.entry(slot.rank).or_default() += slot.cores.len());
         for (rank, _) in shadow.nodes.iter().filter(|(rank, node)| is_member(round, **rank, node)) {
             let of_rank = all.entry(*rank).or_default();
-            if has_foreign_urgency(job) {
+            if has_foreign_urgency(round.now, job) {
                 continue;
             }
             if job.is_active() {

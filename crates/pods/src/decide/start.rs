@@ -188,6 +188,10 @@ pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&
     avoided.retain(|rank| {
         let Some(target) = round.world.targets.get(rank) else { return false };
         let slots = pods.iter().map(|pod| cores(pod.requests.cpu, target.threads)).max().unwrap_or(1);
+        // Else Flux could give the gang again what pins wait for, and so on for as long as they do.
+        if round.gang_cores(target.rank).cores.saturating_add(slots) > target.cores {
+            return true;
+        }
         let most = usize::try_from(round.may_be_free(target) / slots).unwrap_or(usize::MAX);
         let mut usage = round.usage.all(&target.node).clone();
         let most = if gang.spreads() { most.min(1) } else { most };

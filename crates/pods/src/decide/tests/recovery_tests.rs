@@ -91,6 +91,33 @@ fn a_gang_that_gets_a_core_before_the_pod_that_runs_there_gives_it_back() {
 }
 
 #[test]
+fn a_gang_that_is_given_what_a_larger_pin_waits_for_is_not_asked_for_there_again() {
+    let mut bed = Bed::new(&[4]);
+    // kubelet has room for all.
+    bed.seen.targets.get_mut(&0).unwrap().allocatable.cpu = 9000;
+    let of = |name: &str, cpu: u64| {
+        let [mut pod] = <[PodView; 1]>::try_from(gang(name, 1)).unwrap();
+        pod.requests.cpu = cpu;
+        pod
+    };
+    bed.create([of("large", 4000)]);
+    bed.settle();
+    // Somebody has written the node's name into this one.
+    bed.create([PodView { node: Some("node0".to_owned()), ..of("half", 2000) }]);
+    bed.run_all();
+    bed.restart_broker(|_| false, false);
+    bed.settle();
+    bed.create([of("waits", 1000)]);
+    bed.pass(60 * SECOND);
+    assert_eq!(bed.bound(), ["half0@node0", "large0@node0"]);
+    let submitted = bed
+        .done
+        .iter()
+        .filter(|action| matches!(action, Action::Submit(request) if request.record.gang == gang_id("waits")));
+    assert!(submitted.count() <= 2, "{:?}", bed.shown_jobs());
+}
+
+#[test]
 fn nothing_is_asked_for_pods_on_nodes_that_are_members_no_more() {
     let mut bed = running();
     for name in ["g0", "g1", "g2"] {

@@ -167,7 +167,7 @@ fn a_shadow_job_that_somebody_has_held_or_put_behind_others_is_asked_for_again()
             bed.jobs.get_mut(id).unwrap().urgency = urgency;
             bed.show_job(*id, json!([{"name": "urgency", "urgency": urgency, "userid": 0}]), None, None, 0);
         }
-        bed.settle();
+        bed.pass(5 * SECOND);
         assert!(!waiting.is_empty() && waiting.iter().all(|id| !bed.jobs.contains_key(id)), "{urgency}");
         let of_shadows = bed.jobs.values().filter(|job| Shadow::read(&job.jobspec).is_some());
         assert!(of_shadows.clone().count() > 0 && of_shadows.clone().all(|job| job.urgency == USED_CORES_URGENCY));
