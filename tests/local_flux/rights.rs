@@ -40,7 +40,7 @@ fn the_roles_grant_what_the_nodes_ask_for_and_no_more() {
         nodes.iter().any(|node| node.annotations().contains_key(ANNOTATION_PROTECTS)).then_some(())
     });
     job.finish();
-    assert_eq!(cluster.scrape("node1", &format!("user:{SCRAPER}")).0, 200);
+    assert_eq!(cluster.scrape("node1", Some(&format!("user:{SCRAPER}"))).0, 200);
     cluster.patch(json!({"spec": {"ranks": {"retain": "1s"}, "size": 2}}));
     cluster.until("two members", || (cluster.instance().status?.size == 2).then_some(()));
     let denied = || Some(cluster.instance().status?.holding("ScaleDenied")?.message.clone());

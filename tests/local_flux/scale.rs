@@ -177,11 +177,11 @@ fn jobs_tell(scheduler: Scheduler) {
     pending(0);
     let waiting = cluster.exec("node1", &["flux", "submit", "-N5", "-n5", "true"]);
     pending(2);
-    let (status, metrics) = cluster.scrape(&lead, &format!("user:{SCRAPER}"));
+    let (status, metrics) = cluster.scrape(&lead, Some(&format!("user:{SCRAPER}")));
     assert_eq!(status, 200, "{metrics}");
     assert!(metrics.ends_with("# EOF\n"), "{metrics}");
-    for (stranger, expected) in [("user:other", 403), ("of-nobody", 401)] {
-        assert_eq!(cluster.scrape(&lead, stranger).0, expected, "{stranger}");
+    for (stranger, expected) in [(None, 401), (Some("of-nobody"), 401), (Some("user:other"), 403)] {
+        assert_eq!(cluster.scrape(&lead, stranger).0, expected, "{stranger:?}");
     }
     assert!(metrics.lines().any(|line| line == "flux_distribute_pending_nodes 2"), "{metrics}");
     cluster.must(&["add-node", "--count", "2"]);

@@ -81,6 +81,19 @@ pub enum Start {
     Again,
 }
 
+impl Start {
+    const ALL: [Self; 4] = [Self::First, Self::Epoch, Self::Died, Self::Again];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::First => "first",
+            Self::Epoch => "epoch",
+            Self::Died => "died",
+            Self::Again => "again",
+        }
+    }
+}
+
 /// Where packages came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Source {
@@ -94,6 +107,21 @@ pub enum Source {
     Bundle,
     /// They were on the host already.
     Host,
+}
+
+impl Source {
+    /// Those that bytes are fetched from.
+    const REMOTE: [Self; 4] = [Self::Peer, Self::Mirror, Self::Source, Self::Bundle];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Peer => "peer",
+            Self::Mirror => "mirror",
+            Self::Source => "source",
+            Self::Bundle => "bundle",
+            Self::Host => "host",
+        }
+    }
 }
 
 /// How the answer to a scrape is written.
@@ -159,11 +187,27 @@ impl Default for Metrics {
         );
         registry.register("fetched_bytes", "Bytes of packages that this node has fetched", inner.fetched.clone());
         registry.register_collector(Box::new(series::Series(inner.facts.clone())));
-        Self(Arc::new(Inner { registry, ..inner }))
+        let metrics = Self(Arc::new(Inner { registry, ..inner }));
+        metrics.begin_at_zero();
+        metrics
     }
 }
 
 impl Metrics {
+    /// Prometheus sees no increase in a series that begins with its first event, and so no alert could tell of it. That is worth a series
+    /// where the first event may be the one that counts, and the values of the label are few.
+    fn begin_at_zero(&self) {
+        for reason in Start::ALL.map(Start::name) {
+            drop(self.0.starts.get_or_create(&ByReason { reason }));
+        }
+        for outcome in ["done", "failed"] {
+            drop(self.0.live_changes.get_or_create(&ByOutcome { outcome }));
+        }
+        for source in Source::REMOTE.map(Source::name) {
+            drop(self.0.fetched.get_or_create(&BySource { source }));
+        }
+    }
+
     /// Counts a request to the API server. `code`: the HTTP status of the answer; None if there was none.
     pub fn api_request(&self, verb: &'static str, code: Option<u16>) {
         self.0.requests.get_or_create(&ByCall { verb, code: code.unwrap_or(0) }).inc();
@@ -176,13 +220,7 @@ impl Metrics {
 
     /// Counts a start of the broker.
     pub fn broker_start(&self, why: Start) {
-        let reason = match why {
-            Start::First => "first",
-            Start::Epoch => "epoch",
-            Start::Died => "died",
-            Start::Again => "again",
-        };
-        self.0.starts.get_or_create(&ByReason { reason }).inc();
+        self.0.starts.get_or_create(&ByReason { reason: why.name() }).inc();
     }
 
     /// Counts an attempt to load resources into the running instance.
@@ -253,18 +291,6 @@ impl Drop for Planning {
     }
 }
 
-impl Source {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Peer => "peer",
-            Self::Mirror => "mirror",
-            Self::Source => "source",
-            Self::Bundle => "bundle",
-            Self::Host => "host",
-        }
-    }
-}
-
 /// Seconds since 1970, by this host's clock.
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
@@ -327,7 +353,18 @@ mod tests {
         ] {
             assert_eq!(values.get(series), Some(&expected), "{series} of {values:#?}");
         }
-        assert!(!values.contains_key("fetched_bytes_total{source=\"source\"}"));
+    }
+
+    #[test]
+    fn an_alert_can_tell_of_the_first_broker_that_dies() {
+        let values = values(&Metrics::default());
+        for series in [
+            "broker_starts_total{reason=\"died\"}",
+            "live_changes_total{outcome=\"failed\"}",
+            "fetched_bytes_total{source=\"source\"}",
+        ] {
+            assert_eq!(values.get(series), Some(&0.0), "{series} of {values:#?}");
+        }
     }
 
     #[test]

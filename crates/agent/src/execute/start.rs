@@ -187,7 +187,27 @@ async fn answers(roster: &Roster, rank: Rank) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixture;
     use api::RosterError;
+
+    #[test]
+    fn a_start_is_counted_by_what_became_of_the_broker_before_it() {
+        let copy = |epoch| Some(Arc::new(Roster { epoch, ..model::fixture::roster(4, &[("a", 4)]) }));
+        let died = || Some("signal 9".to_owned());
+        for (local_roster, died, expected) in [
+            (None, None, Start::First),
+            // What an instance that is no more has left behind.
+            (None, died(), Start::First),
+            (copy(2), None, Start::Epoch),
+            (copy(2), died(), Start::Epoch),
+            (copy(3), died(), Start::Died),
+            (copy(3), None, Start::Again),
+        ] {
+            let mut inputs = NodeInputs { local_roster, ..fixture::inputs() };
+            inputs.host.died = died;
+            assert_eq!(why(&inputs, 3), expected, "{:?}", (&inputs.local_roster, &inputs.host.died));
+        }
+    }
 
     #[test]
     fn a_roster_of_a_newer_version_is_no_silence() {
