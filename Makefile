@@ -72,8 +72,8 @@ deploy: ## Put IMAGE=… on the cluster that kubectl speaks to
 undeploy: ## Clean every host, then take everything off the cluster
 	scripts/deploy.sh down
 
-manifests: setup ## Make deploy/daemonset-installer.yaml, deploy/chart and docs/reference.md from deploy/parts and the types
-	UPDATE_MANIFESTS=1 cargo test --quiet --locked --test crds
+manifests: setup ## Make deploy/daemonset-installer.yaml, deploy/chart, docs/reference.md and more from deploy/parts and the types
+	UPDATE_MANIFESTS=1 cargo test --quiet --locked --test crds --test monitoring
 
 clean: ## Remove what was built
 	cargo clean

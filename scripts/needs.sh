@@ -38,6 +38,7 @@ fluxion() {
     [ -e "$flux/lib/flux/modules/sched-fluxion-qmanager.so" ] || return
     [ -e "$("$flux/bin/flux" config builtin confdir)/rc1.d/01-sched-fluxion" ]
 }
+both_of_prometheus() { [ -x "${PROMETHEUS:-$(command -v prometheus)}" ] && [ -x "${PROMTOOL:-$(command -v promtool)}" ]; }
 systemd() { [ -d /run/systemd/system ] && [ -n "${FLUX_DISTRIBUTE_TEST_SYSTEMD:-}" ]; }
 
 flux=${FLUX_PREFIX:-/opt/flux}
@@ -53,6 +54,7 @@ look fluxion "no Fluxion in $flux (FLUX_PREFIX), or that Flux does not load it" 
 look apiserver "no etcd and kube-apiserver in KUBEBUILDER_ASSETS" api_server
 look kubectl "no kubectl in PATH (KUBECTL)" test -x "${KUBECTL:-$(command -v kubectl)}"
 look helm "no helm in PATH (HELM)" test -x "${HELM:-$(command -v helm)}"
+look prometheus "no prometheus and promtool in PATH (PROMETHEUS, PROMTOOL)" both_of_prometheus
 look systemd "systemd does not run, or FLUX_DISTRIBUTE_TEST_SYSTEMD does not permit to change its units" systemd
 look channel "FLUX_TEST_CHANNEL names no conda channel" test -n "${FLUX_TEST_CHANNEL:-}"
 look channel-directory "FLUX_TEST_CHANNEL is not a directory" test -d "${FLUX_TEST_CHANNEL:-}"

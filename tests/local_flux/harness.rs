@@ -25,6 +25,7 @@ use kube::{
     api::{ListParams, Patch, PatchParams},
     config::{KubeConfigOptions, Kubeconfig},
 };
+use reqwest::RequestBuilder;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -147,7 +148,7 @@ impl Cluster {
         let client = reqwest::Client::builder().danger_accept_invalid_certs(true).no_proxy().build().unwrap();
         let ask = client.get(format!("https://{}:{METRICS_PORT}/metrics", self.address(node)));
         let ask = ask.header("accept", "application/openmetrics-text").timeout(PATIENCE);
-        let ask = token.into_iter().fold(ask, |ask, token| ask.bearer_auth(token));
+        let ask = token.into_iter().fold(ask, RequestBuilder::bearer_auth);
         self.wait(async {
             let answer = ask.send().await.unwrap();
             (answer.status().as_u16(), answer.text().await.unwrap())

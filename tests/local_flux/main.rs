@@ -25,6 +25,7 @@ mod names;
 mod needs;
 mod peers;
 mod pods;
+mod prometheus;
 mod removal;
 mod replaced;
 mod rights;

@@ -42,6 +42,8 @@ pub enum Need {
     Kubectl,
     /// `HELM` or PATH leads to helm.
     Helm,
+    /// `PROMETHEUS` and `PROMTOOL`, or PATH, lead to prometheus and promtool.
+    Prometheus,
     /// systemd runs, and `FLUX_DISTRIBUTE_TEST_SYSTEMD` permits to change its units.
     Systemd,
     /// `FLUX_TEST_CHANNEL` names a conda channel with flux-core, flux-sched and mpich.
@@ -53,7 +55,7 @@ pub enum Need {
 }
 
 impl Need {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 17] = [
         Self::Root,
         Self::Namespaces,
         Self::Cgroups,
@@ -66,6 +68,7 @@ impl Need {
         Self::ApiServer,
         Self::Kubectl,
         Self::Helm,
+        Self::Prometheus,
         Self::Systemd,
         Self::Channel,
         Self::ChannelDirectory,
@@ -127,6 +130,10 @@ impl Need {
             }
             Self::Kubectl => unless(kubectl().is_some(), "there is no kubectl in PATH; name another place by KUBECTL"),
             Self::Helm => unless(helm().is_some(), "there is no helm in PATH; name another place by HELM"),
+            Self::Prometheus => unless(
+                prometheus().is_some() && promtool().is_some(),
+                "there are no prometheus and promtool in PATH; name other places by PROMETHEUS and PROMTOOL",
+            ),
             Self::Systemd => {
                 let is_allowed = env::var_os("FLUX_DISTRIBUTE_TEST_SYSTEMD").is_some();
                 unless(Path::new("/run/systemd/system").is_dir(), "systemd does not run here").or_else(|| {
@@ -221,6 +228,16 @@ pub fn kubectl() -> Option<PathBuf> {
 /// The program that `HELM` names, or else the one in PATH.
 pub fn helm() -> Option<PathBuf> {
     program("HELM", "helm")
+}
+
+/// The program that `PROMETHEUS` names, or else the one in PATH.
+pub fn prometheus() -> Option<PathBuf> {
+    program("PROMETHEUS", "prometheus")
+}
+
+/// The program that `PROMTOOL` names, or else the one in PATH.
+pub fn promtool() -> Option<PathBuf> {
+    program("PROMTOOL", "promtool")
 }
 
 fn program(variable: &str, name: &str) -> Option<PathBuf> {

@@ -174,7 +174,9 @@ impl Default for Metrics {
             "How long this agent's rounds as the planner took",
             inner.rounds.clone(),
         );
-        registry.register("broker_starts", "Starts of this node's broker", inner.starts.clone());
+        let help =
+            "Starts of this node's broker: the first, of a new epoch, after it died, again after a boot or a stop";
+        registry.register("broker_starts", help, inner.starts.clone());
         registry.register(
             "live_changes",
             "Attempts of this agent to load resources into the running instance",
@@ -388,7 +390,7 @@ mod tests {
             ("pending_nodes", 7.0),
             ("dump_timestamp_seconds", 5.0),
         ] {
-            assert_eq!(told[series], expected, "{series}");
+            assert_eq!(told.get(series), Some(&expected), "{series}");
         }
         assert!(told["oldest_pending_job_seconds"] > 1e9);
 

@@ -139,8 +139,8 @@ pub async fn install_package_set(
 fn origin(set: &PackageSet, packages: &Packages) -> Source {
     match set {
         PackageSet::Bundle(_) => Source::Bundle,
-        _ if packages.mirror.is_some() => Source::Mirror,
-        _ => Source::Source,
+        PackageSet::Lock { .. } if packages.mirror.is_some() => Source::Mirror,
+        PackageSet::Lock { .. } => Source::Source,
     }
 }
 
