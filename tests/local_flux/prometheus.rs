@@ -114,10 +114,10 @@ impl Prometheus {
     }
 
     /// The only value of a query.
-    fn value(&self, cluster: &Cluster, query: &str) -> Option<f64> {
+    fn value(&self, cluster: &Cluster, query: &str) -> Option<String> {
         let answer = self.ask(cluster, "query", &[("query", query)])?;
         match answer["data"]["result"].as_array()?.as_slice() {
-            [one] => one["value"][1].as_str()?.parse().ok(),
+            [one] => Some(one["value"][1].as_str()?.to_owned()),
             _ => None,
         }
     }
@@ -171,17 +171,17 @@ fn prometheus_scrapes_the_nodes_and_fires_if_a_broker_is_killed_and_strangers_ar
     }
 
     let prometheus = Prometheus::start(&cluster, &ours);
-    let until = |query: &str, expected: f64| {
-        cluster.until(query, || prometheus.value(&cluster, query).filter(|value| *value == expected));
+    let until = |query: &str, expected: &str| {
+        cluster.until(query, || prometheus.value(&cluster, query).filter(|value| value == expected));
     };
-    until("count(up{job=\"flux-distribute\"} == 1)", 3.0);
-    until("count(flux_distribute_broker_up == 1)", 3.0);
-    until("sum(flux_distribute_planner_is_me)", 1.0);
-    until("max(flux_distribute_lead_online)", 1.0);
-    until("sum(flux_distribute_members{phase=\"Online\"})", 3.0);
-    until("sum(flux_distribute_ranks{state=\"up\"})", 3.0);
-    until("sum(flux_distribute_broker_starts_total{reason=\"first\"})", 3.0);
-    until("count(count by (node) (flux_distribute_build_info))", 3.0);
+    until("count(up{job=\"flux-distribute\"} == 1)", "3");
+    until("count(flux_distribute_broker_up == 1)", "3");
+    until("sum(flux_distribute_planner_is_me)", "1");
+    until("max(flux_distribute_lead_online)", "1");
+    until("sum(flux_distribute_members{phase=\"Online\"})", "3");
+    until("sum(flux_distribute_ranks{state=\"up\"})", "3");
+    until("sum(flux_distribute_broker_starts_total{reason=\"first\"})", "3");
+    until("count(count by (node) (flux_distribute_build_info))", "3");
     assert_eq!(prometheus.firing(&cluster).unwrap(), []);
 
     let broker = cluster.brokers()["node3"];
