@@ -124,6 +124,7 @@ sign() { # IMAGE
 
     sed "s|^\( *image: \).*|\1$image:$version@$digest|" deploy/daemonset-installer.yaml >"$files/daemonset-installer.yaml"
     cp deploy/pods.yaml "$files"
+    tar --create --gzip --file "$files/monitoring-$version.tar.gz" --directory deploy --owner=0 --group=0 monitoring
     (cd "$files" && rm -f SHA256SUMS* && sha256sum -- * >../SHA256SUMS && mv ../SHA256SUMS .)
     cosign sign-blob --yes --bundle "$files/SHA256SUMS.sigstore.json" "$files/SHA256SUMS"
 }

@@ -16,7 +16,8 @@ use std::{
 
 use api::METRICS_PORT;
 use metrics::{Format, InstanceFacts, LeadFacts, Metrics, NodeFacts, Source, Start};
-use needs::{Need, promtool, skips_without};
+use needs::{Need, kubectl, promtool, skips_without};
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 const DIRECTORY: &str = "deploy/monitoring";
@@ -255,6 +256,43 @@ fn a_prometheus_with_the_operator_scrapes_as_one_without() {
         let app = &labels["spec"]["template"]["metadata"]["labels"]["app"];
         assert!(app.is_null() || app == api::DAEMONSET, "{daemonset}");
     }
+}
+
+#[test]
+fn the_account_for_the_operator_may_read_metrics_and_list_pods_and_nothing_else() {
+    let text = file(&format!("{DIRECTORY}/account.yaml"));
+    let documents = serde_norway::Deserializer::from_str(&text).map(|document| Value::deserialize(document).unwrap());
+    let objects: BTreeMap<String, Value> =
+        documents.map(|object| (object["kind"].as_str().unwrap().to_owned(), object)).collect();
+    let kinds: Vec<_> = objects.keys().map(String::as_str).collect();
+    assert_eq!(kinds, ["ClusterRoleBinding", "Role", "RoleBinding", "Secret", "ServiceAccount"]);
+    let account = json!([{ "kind": "ServiceAccount", "name": "flux-metrics", "namespace": api::NAMESPACE }]);
+    for (binding, kind, role) in
+        [("ClusterRoleBinding", "ClusterRole", "flux-distribute-metrics"), ("RoleBinding", "Role", "flux-metrics")]
+    {
+        let of = &objects[binding]["roleRef"];
+        assert_eq!((&of["kind"], &of["name"], &objects[binding]["subjects"]), (&json!(kind), &json!(role), &account));
+    }
+    let pods = json!([{ "apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"] }]);
+    assert_eq!(objects["Role"]["rules"], pods);
+    let secret = &objects["Secret"];
+    assert_eq!(secret["metadata"]["annotations"]["kubernetes.io/service-account.name"], "flux-metrics");
+    let credentials = &yaml("podmonitor.yaml")["spec"]["podMetricsEndpoints"][0]["authorization"]["credentials"];
+    assert_eq!(credentials, &json!({ "name": secret["metadata"]["name"], "key": "token" }));
+}
+
+#[test]
+fn kustomize_makes_all_of_it() {
+    if skips_without([Need::Kubectl]) {
+        return;
+    }
+    let mut command = Command::new(kubectl().unwrap());
+    let output = command.arg("kustomize").arg(path(DIRECTORY)).stdin(Stdio::null()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let made = String::from_utf8(output.stdout).unwrap();
+    let kinds: Vec<_> = made.lines().filter_map(|line| line.strip_prefix("kind: ")).collect();
+    assert_eq!(kinds.len(), 8, "{kinds:?}");
+    assert!(["PodMonitor", "PrometheusRule", "ConfigMap"].iter().all(|kind| kinds.contains(kind)), "{kinds:?}");
 }
 
 #[test]
