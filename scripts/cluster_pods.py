@@ -19,6 +19,7 @@ from pod_cluster import AGENT, BROKER, FOREVER, GROUP, KUBELET, PodCluster
 
 # Moments of a deletion after which the container may still run when the pod is gone.
 FORCED = ("terminating", "forced")
+GPU = "example.com/gpu"
 
 
 class Pods(PodCluster):
@@ -85,6 +86,49 @@ class Pods(PodCluster):
     def none_failed(self):
         if failed := {name: pod["status"].get("reason") for name, pod in self.pods().items() if pod["status"]["phase"] == "Failed"}:
             raise Wrong(f"failed: {failed}")
+
+    def gpus(self):
+        """Two nodes have a GPU each, as a device plugin declares it. What requests one runs there alone, a gang of two on both; a pod that
+        finds none free waits, names it, and gets the first that is."""
+        two = [node for node in self.nodes if node != self.instance()["status"]["lead"]][:2]
+        self.declare_gpu("add", two)
+        try:
+            self.create(*[self.with_gpu(pod) for pod in self.members("pair", 2)])
+            self.until_running(2)
+            self.create(self.with_gpu(self.a_pod("third")), *[self.a_pod(f"beside{number}") for number in range(self.room - 2)])
+            self.have_own_cores(self.room)
+            if self.nodes_of("pair") != sorted(two):
+                raise Wrong(f"{self.nodes_of('pair')} have the gang, {two} the GPUs")
+            kubectl("delete", "pod", "beside0", "beside1")
+            until("the pod that waits names the GPU", lambda: self.tells("third", GPU))
+            self.have_own_cores(self.room - 2)
+            kubectl("delete", "pod", "pair-0", "pair-1")
+            until("the pod that has waited runs", lambda: "third" in self.running() or self.pods()["third"]["status"])
+            if not set(self.nodes_of("third")) <= set(two):
+                raise Wrong(f"{self.nodes_of('third')} has no GPU")
+            self.have_own_cores(self.room - 3)
+            self.none_failed()
+        finally:
+            self.declare_gpu("remove", two)
+
+    @staticmethod
+    def with_gpu(pod):
+        pod["spec"]["containers"][0]["resources"]["limits"] = {GPU: "1"}
+        return pod
+
+    @staticmethod
+    def declare_gpu(action, nodes):
+        paths = [f"/status/{part}/{GPU.replace('/', '~1')}" for part in ("capacity", "allocatable")]
+        patch = json.dumps([{"op": action, "path": path, "value": "1"} for path in paths])
+        for node in nodes:
+            kubectl("patch", "node", node, "--subresource=status", "--type=json", "-p", patch)
+
+    def nodes_of(self, prefix):
+        return sorted(pod["spec"]["nodeName"] for name, pod in self.running().items() if name.startswith(prefix))
+
+    def tells(self, name, text):
+        told = [condition.get("message", "") for condition in self.pods()[name]["status"].get("conditions", [])]
+        return any(text in message for message in told) or told
 
     def priorities(self):
         """A hundred pods of five priorities wait in random order: they get cores in the order of their priorities."""
@@ -478,6 +522,7 @@ class Pods(PodCluster):
 ROWS = {
     "six kinds of pods": Pods.kinds,
     "a hundred pods on full nodes": Pods.full,
+    "GPUs on two nodes": Pods.gpus,
     "gangs that deadlock": Pods.gangs,
     "a member refused": Pods.refused,
     "deletions": Pods.deletions,
