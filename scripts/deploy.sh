@@ -35,7 +35,7 @@ up() {
     for set in install-flux install-flux-control-planes; do
         "${in_namespace[@]}" rollout status "daemonset/$set" --timeout="${TIMEOUT:-20m}"
     done
-    "${in_namespace[@]}" get fluxinstances,fluxnodes
+    "${in_namespace[@]}" get fluxinstances,fluxnodes -o wide
 }
 
 # One line for each host that is not clean yet, with its own words.

@@ -4,6 +4,8 @@
 
 #[path = "support/api_server.rs"]
 mod api_server;
+#[path = "support/columns.rs"]
+mod columns;
 #[path = "support/needs.rs"]
 mod needs;
 
@@ -15,9 +17,12 @@ use std::{
     process::{Command, Stdio},
 };
 
-use api::{CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstanceSpec, Resources};
+use api::{CONFIGMAP_DEFAULT, CONFIGMAP_DEFAULT_KEY, FluxInstance, FluxInstanceSpec, FluxNode, Resources};
 use api_server::ApiServer;
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::{
+    api::core::v1::Node,
+    jiff::{SignedDuration, Timestamp},
+};
 use model::{
     eligibility::NodeView,
     read::{read, read_default},
@@ -336,6 +341,76 @@ fn a_real_api_server_takes_the_base_and_each_overlay() {
     kubectl.works(&["apply", "-f", INSTALLER]);
     let diff = kubectl.works(&["diff", "-k", "deploy"]);
     assert_eq!(diff, "");
+}
+
+/// The reviewed tables in `crates/kubectl/src/states.txt` are made in the same way.
+#[test]
+fn kubectl_prints_the_tables_that_were_reviewed() {
+    if skips_without([Need::ApiServer, Need::Kubectl]) {
+        return;
+    }
+    let server = ApiServer::up();
+    server.wait(&kubectl().unwrap());
+    let kubectl = Speaker(kubectl().unwrap(), &server);
+    kubectl.works(&["apply", "-f", "deploy/chart/crds"]);
+    kubectl.works(&["wait", "--for=condition=Established", "crd", "--all"]);
+    kubectl.works(&["create", "namespace", "flux-distribute"]);
+    let version = "apiVersion: distribute.flux-framework.org/v1alpha1";
+    let nodes = ["n1", "hpc-worker-gpu-node-2"].map(|name| {
+        format!("---\n{version}\nkind: FluxNode\nmetadata: {{name: {name}}}\nspec: {{nodeName: {name}, rank: 12345, reason: cordoned}}\n")
+    });
+    let instance = format!("{version}\nkind: FluxInstance\nmetadata: {{name: flux}}\nspec: {{}}\n");
+    kubectl.with(
+        &["-n", "flux-distribute", "create", "-f", "-"],
+        &[&instance, &nodes[0], &nodes[1]].map(String::as_str).concat(),
+    );
+    for (object, status) in [
+        (
+            "fluxinstance/flux",
+            json!({"phase": "Running", "size": 20000, "lead": "n1", "reason": "AsExpected", "message": "a b"}),
+        ),
+        (
+            "fluxnode/n1",
+            json!({"phase": "Installing", "message": "31 of 66", "account": {"hostJobs": 7, "gangs": 0, "otherPods": 1, "overlapping": 0}}),
+        ),
+    ] {
+        let patch = json!({ "status": status }).to_string();
+        kubectl.works(&[
+            "-n",
+            "flux-distribute",
+            "patch",
+            object,
+            "--subresource=status",
+            "--type=merge",
+            "--patch",
+            &patch,
+        ]);
+    }
+    let read = |kind: &str| kubectl.get(&[kind])["items"].clone();
+    let (instances, nodes) = (
+        serde_json::from_value::<Vec<FluxInstance>>(read("fxi")),
+        serde_json::from_value::<Vec<FluxNode>>(read("fxn")),
+    );
+    let (instances, nodes) = (instances.unwrap(), nodes.unwrap());
+    for is_wide in [false, true] {
+        let words = |kind: &'static str| {
+            [vec!["-n", "flux-distribute", "get", kind], if is_wide { vec!["-o", "wide"] } else { vec![] }].concat()
+        };
+        let begin = Timestamp::now();
+        let printed = [kubectl.works(&words("fxi")), kubectl.works(&words("fxn"))]
+            .map(|table| table.lines().map(|line| format!("{}\n", line.trim_end())).collect::<String>());
+        // The ages are those of some second meanwhile.
+        let seconds = Timestamp::now().duration_since(begin).as_secs() + 1;
+        let mut at = (0..=seconds).map(|second| begin + SignedDuration::from_secs(second));
+        let expected = |now| [columns::get(&instances, is_wide, now), columns::get(&nodes, is_wide, now)];
+        for (index, table) in printed.iter().enumerate() {
+            assert!(
+                at.clone().any(|now| expected(now)[index] == *table),
+                "{table}\n{}",
+                expected(at.next().unwrap())[index]
+            );
+        }
+    }
 }
 
 #[test]

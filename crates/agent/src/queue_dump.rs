@@ -7,7 +7,7 @@ use hostapi::{Answer, DumpOrder, Dumped, Host, HostError, HostView, Order, Roste
 #[non_exhaustive]
 pub enum DumpError {
     /// No broker runs on this host.
-    #[error("no broker runs on this node; `kubectl -n flux-distribute get fxn` says why")]
+    #[error("no broker runs on this node; `kubectl -n flux-distribute get fxn -o wide` says why")]
     NoBroker,
     /// The queue is on another node.
     #[error("this node has rank {rank}; the queue is on the lead, node {lead}")]

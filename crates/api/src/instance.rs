@@ -38,11 +38,12 @@ const MOST_PODS: u32 = 16384;
     printcolumn(name = "Size", type_ = "integer", json_path = ".status.size"),
     printcolumn(name = "Max", type_ = "integer", json_path = ".status.maxSize"),
     printcolumn(name = "Lead", type_ = "string", json_path = ".status.lead"),
-    printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch"),
+    printcolumn(name = "Reason", type_ = "string", json_path = ".status.reason"),
+    printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch", priority = 1),
     printcolumn(name = "Pending", type_ = "integer", json_path = ".status.pendingNodes", priority = 1),
     printcolumn(name = "Dump", type_ = "date", json_path = ".status.dump.time", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
-    printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
+    printcolumn(name = "Message", type_ = "string", json_path = ".status.message", priority = 1)
 )]
 #[x_kube(validation = Rule::new(SIZE_FITS).message(MORE_THAN_MAX_SIZE).field_path(".size"))]
 #[serde(rename_all = "camelCase")]

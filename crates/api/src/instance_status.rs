@@ -67,6 +67,9 @@ pub struct FluxInstanceStatus {
     #[serde(default)]
     #[schemars(with = "String")]
     pub phase: InstancePhase,
+    /// The most serious known problem, in one CamelCase word; `AsExpected` if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
     /// The most serious known problem, in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,

@@ -45,8 +45,8 @@ pub fn node_rules(object: &Value) -> serde_json::Result<Vec<Finding>> {
     printcolumn(name = "Flux", type_ = "string", json_path = ".status.fluxVersion", priority = 1),
     printcolumn(name = "Packages", type_ = "string", json_path = ".status.digest", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
-    printcolumn(name = "Reason", type_ = "string", json_path = ".spec.reason"),
-    printcolumn(name = "Message", type_ = "string", json_path = ".status.message")
+    printcolumn(name = "Reason", type_ = "string", json_path = ".spec.reason", priority = 1),
+    printcolumn(name = "Message", type_ = "string", json_path = ".status.message", priority = 1)
 )]
 #[serde(rename_all = "camelCase")]
 #[schemars(transform = RecursiveTransform(crate::numbers::within_type))]

@@ -33,7 +33,6 @@ impl Column {
                 Ok(time) => Value::String(age(now.duration_since(time).as_secs())),
                 Err(_) => Value::String("<invalid>".into()),
             },
-            ("date", _) => Value::String("<unknown>".into()),
             ("string", Value::Array(_) | Value::Object(_)) => Value::String(value.to_string()),
             _ => value.clone(),
         }

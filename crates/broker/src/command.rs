@@ -204,8 +204,8 @@ pub const NO_ANSWER: i32 = 124;
 
 /// What the connect script reports if rank 0 does not answer.
 const LEAD_SILENT: &str = "flux-connect.sh: the broker of rank 0 does not answer; flux commands may wait until it does. The \
-                           FluxInstance's message says what is wrong: kubectl -n flux-distribute get fxi, in local mode \
-                           flux-distribute local status";
+                           FluxInstance's message says what is wrong: kubectl -n flux-distribute get fxi -o wide, in local \
+                           mode flux-distribute local status";
 
 /// The connect script for users of the host. Only the brokers' owner may use the instance, so root becomes that owner: `uid` with
 /// primary group `gid`. The script must not look them up: the owner controls what is at the socket's directory, and the host's name

@@ -49,7 +49,7 @@ pub(crate) fn around(observed: Observed) -> DoctorInputs {
 pub(crate) fn observed(count: u32, instance: &Value, lead: &Value) -> Observed {
     let message = format!("all {count} nodes are online");
     let mut status = json!({
-        "phase": "Running", "message": message, "lead": "n1", "epoch": 2, "size": count, "online": count, "maxSize": 64,
+        "phase": "Running", "reason": "AsExpected", "message": message, "lead": "n1", "epoch": 2, "size": count, "online": count, "maxSize": 64,
     });
     add(&mut status, instance);
     let mut nodes: Vec<Value> = (0..count).map(node).collect();

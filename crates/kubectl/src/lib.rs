@@ -10,6 +10,9 @@ mod agent_pod;
 mod alike;
 mod arguments;
 mod change;
+#[cfg(test)]
+#[path = "../../../tests/support/columns.rs"]
+mod columns;
 mod complete;
 mod doctor;
 mod error;

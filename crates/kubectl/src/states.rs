@@ -1,14 +1,15 @@
-//! What `status` and `doctor` print of each state of an instance and of a node: `states.txt`, which is read in a review like any other text.
+//! What `status`, `doctor` and `kubectl get` print of each state of an instance and of a node: `states.txt`, which is read in a review like any other text.
 //! `UPDATE_STATES=1 cargo test -p kubectl` writes it anew.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-use kube::CustomResourceExt;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use kube::{CustomResourceExt, ResourceExt};
 use serde_json::{Value, json};
 
 use crate::{
     arguments::StatusFormat,
-    doctor,
+    columns, doctor,
     fixture::{NOW, around, change, observed},
     observed::Observed,
     overview::overview,
@@ -16,6 +17,8 @@ use crate::{
     status,
 };
 use api::{FluxInstance, FluxNode, InstancePhase, NodePhase};
+
+const YESTERDAY: &str = "2025-12-31T00:10:00Z";
 
 /// Most columns of a line.
 const WIDTH: u16 = 100;
@@ -34,10 +37,10 @@ fn instance(status: &Value) -> Observed {
 /// Each phase of an instance.
 fn instances() -> Vec<(InstancePhase, Observed)> {
     let mut pending = instance(&json!({
-        "phase": "Pending", "online": 0, "size": 0, "epoch": 0, "message": "no eligible node: 4 nodes are cordoned",
+        "phase": "Pending", "online": 0, "size": 0, "epoch": 0, "lead": null, "reason": "LeadNotOnline", "message": "no eligible node: 4 nodes are cordoned",
     }));
     let mut starting = instance(
-        &json!({"phase": "Starting", "online": 1, "message": "1 of 4 nodes online; n2 (rank 1, not started): fetching packages"}),
+        &json!({"phase": "Starting", "online": 1, "reason": "NodesNotOnline", "message": "1 of 4 nodes online; n2 (rank 1, not started): fetching packages"}),
     );
     for rank in 0..4 {
         let waits = json!({"phase": "Waiting", "message": "this node gets no rank: the node is cordoned"});
@@ -50,12 +53,12 @@ fn instances() -> Vec<(InstancePhase, Observed)> {
     }
     let message = format!("the lead n1 is not online: {CUT_OFF}");
     let degraded = json!({
-        "phase": "Degraded", "online": 3, "message": message, "conditions": [condition("Degraded", "LeadNotOnline", &message)],
+        "phase": "Degraded", "online": 3, "reason": "LeadNotOnline", "message": message, "conditions": [condition("Degraded", "LeadNotOnline", &message)],
     });
     let mut degraded = observed(4, &degraded, &json!({"allocated": null}));
     change(&mut degraded, 0, &json!({}), &json!({"phase": "Offline", "message": "the broker does not answer"}));
     let restarting = json!({
-        "phase": "Restarting", "online": 0, "message": "epoch 3 is starting: 0 of 4 nodes online",
+        "phase": "Restarting", "online": 0, "reason": "LeadNotOnline", "message": "epoch 3 is starting: 0 of 4 nodes online",
     });
     let mut restarting = observed(4, &restarting, &json!({"allocated": null}));
     for rank in 0..4 {
@@ -68,7 +71,7 @@ fn instances() -> Vec<(InstancePhase, Observed)> {
         (
             InstancePhase::Running,
             instance(
-                &json!({"conditions": [condition("RestartPending", "Waits", "spec.topology changes: the restart waits until no job runs")]}),
+                &json!({"reason": "RestartPending", "conditions": [condition("RestartPending", "Waits", "spec.topology changes: the restart waits until no job runs")]}),
             ),
         ),
         (InstancePhase::Restarting, restarting),
@@ -76,13 +79,13 @@ fn instances() -> Vec<(InstancePhase, Observed)> {
         (
             InstancePhase::Failed,
             instance(
-                &json!({"phase": "Failed", "message": failed, "conditions": [condition("Degraded", "InvalidSpec", failed)]}),
+                &json!({"phase": "Failed", "reason": "InvalidSpec", "message": failed, "conditions": [condition("Degraded", "InvalidSpec", failed)]}),
             ),
         ),
         (
             InstancePhase::Ignored,
             instance(
-                &json!({"phase": "Ignored", "online": 0, "size": 0, "message": "only the FluxInstance named flux is served"}),
+                &json!({"phase": "Ignored", "online": 0, "size": 0, "reason": "AnotherName", "message": "only the FluxInstance named flux is served"}),
             ),
         ),
         (
@@ -129,11 +132,34 @@ fn nodes() -> Vec<(String, NodePhase, Observed)> {
     of_phases.chain(of_flux).collect()
 }
 
+/// Nodes with names as long as clouds give them, since the day before.
+fn with_long_names(seen: &Observed) -> (FluxInstance, Vec<FluxNode>) {
+    let long = |name: &str| name.replacen('n', "hpc-worker-gpu-node-", 1);
+    let created = |name: &str| ObjectMeta {
+        name: Some(name.to_owned()),
+        creation_timestamp: Some(Time(YESTERDAY.parse().unwrap())),
+        ..ObjectMeta::default()
+    };
+    let (mut instance, mut nodes) = (seen.instance.clone(), seen.nodes.clone());
+    instance.metadata = created(&instance.name_any());
+    if let Some(status) = &mut instance.status {
+        status.lead = status.lead.as_deref().map(long);
+    }
+    nodes.iter_mut().for_each(|node| node.metadata = created(&long(&node.name_any())));
+    (instance, nodes)
+}
+
+fn got(seen: &Observed) -> String {
+    let ((instance, nodes), now) = (with_long_names(seen), NOW.parse().unwrap());
+    format!("{}\n{}", columns::get(&[instance], false, now), columns::get(&nodes, false, now))
+}
+
 fn printed(name: &str, seen: Observed) -> String {
+    let got = got(&seen);
     let screen = Screen { width: Some(WIDTH), has_colours: false };
     let status = status::render(&overview(&seen), StatusFormat::Text, screen).unwrap();
     let checks = doctor::checks(&around(seen), NOW.parse().unwrap());
-    format!("=== {name}\n\n{status}\n{}\n", doctor::text(&checks, screen))
+    format!("=== {name}\n\n{status}\n{}\n{got}\n", doctor::text(&checks, screen))
 }
 
 #[test]
@@ -158,6 +184,20 @@ fn each_state_is_shown_as_it_was_reviewed_and_no_line_is_wider_than_100_columns(
         reviewed == text,
         "src/states.txt is not what is printed now; UPDATE_STATES=1 writes it, for a review:\n{text}"
     );
+}
+
+/// The message of `-o wide` may be wider than any terminal.
+#[test]
+fn the_longest_words_and_numbers_fit_into_the_columns_that_kubectl_shows_by_default() {
+    let most = api::MOST_RANKS;
+    let longest = json!({
+        "phase": "Restarting", "online": most, "size": most, "maxSize": most, "reason": "MalformedCertificate", "epoch": 100_000,
+    });
+    let mut seen = instance(&longest);
+    change(&mut seen, 0, &json!({"rank": most, "lostByLead": true}), &json!({"phase": "Installing"}));
+    let text = got(&seen);
+    assert!(text.contains("MalformedCertificate") && text.contains("true"), "{text}");
+    assert!(text.lines().all(|line| line.chars().count() <= WIDTH.into()), "{text}");
 }
 
 #[test]

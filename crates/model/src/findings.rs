@@ -44,25 +44,54 @@ pub enum Weight {
     Fine,
 }
 
+impl Weight {
+    /// The word for `status.reason`, CamelCase.
+    fn word(self) -> &'static str {
+        match self {
+            Self::Problem => "Problem",
+            Self::LeadAway => "LeadNotOnline",
+            Self::CoresLost => "CoresLost",
+            Self::PodsWait => "PodsWait",
+            Self::NotApplied => "NotApplied",
+            Self::ScaleDenied => "MoreThanMaxSize",
+            Self::RestartBlocked => "RestartBlocked",
+            Self::NodesAway => "NodesNotOnline",
+            Self::AgentsAway => "AgentsMissing",
+            Self::RestartWaits => "RestartPending",
+            Self::QueueStopped => "QueueStopped",
+            Self::PlaceholderRefused => "PlaceholderRefused",
+            Self::FluxNodesUnusable => "FluxNodesUnusable",
+            Self::Fine => "AsExpected",
+        }
+    }
+}
+
 /// One statement about the instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     /// Its severity.
     pub weight: Weight,
+    /// One CamelCase word for it.
+    pub reason: &'static str,
     /// One sentence.
     pub message: String,
 }
 
 impl Finding {
-    /// Creates a finding.
+    /// Creates a finding, whose reason is its severity's word.
     pub fn new(weight: Weight, message: impl Into<String>) -> Self {
-        Self { weight, message: message.into() }
+        Self { weight, reason: weight.word(), message: message.into() }
+    }
+
+    /// The same with a reason that says more.
+    pub fn because(self, reason: &'static str) -> Self {
+        Self { reason, ..self }
     }
 }
 
-/// The instance's one-line message: the worst finding, and the first of several with the same weight.
-pub fn line(findings: &[Finding]) -> String {
-    findings.iter().min_by_key(|finding| finding.weight).map(|worst| worst.message.clone()).unwrap_or_default()
+/// What the instance's status says: the worst finding, and the first of several with the same weight.
+pub fn worst(findings: &[Finding]) -> Option<&Finding> {
+    findings.iter().min_by_key(|finding| finding.weight)
 }
 
 /// A part of the spec that the running instance does not apply.
@@ -145,7 +174,7 @@ mod tests {
     use crate::roster::tests::World;
 
     #[test]
-    fn the_line_is_the_worst_finding() {
+    fn the_worst_finding_is_said() {
         use Weight::*;
         let order = [
             Problem,
@@ -165,10 +194,10 @@ mod tests {
         let all: Vec<_> = order.iter().rev().map(|weight| Finding::new(*weight, format!("{weight:?}"))).collect();
         for (resolved, worst) in order.iter().enumerate() {
             let left = &all[..all.len() - resolved];
-            assert_eq!(line(left), format!("{worst:?}"), "{left:?}");
+            assert_eq!(super::worst(left).unwrap().message, format!("{worst:?}"), "{left:?}");
         }
         let twice = [Finding::new(ScaleDenied, "first"), Finding::new(ScaleDenied, "second")];
-        assert_eq!((line(&twice), line(&[])), ("first".to_owned(), String::new()));
+        assert_eq!((super::worst(&twice), super::worst(&[])), (Some(&twice[0]), None));
     }
 
     #[test]

@@ -8,11 +8,11 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::{
     conditions::{
-        ConditionValue, OURS, SHUT_DOWN_MESSAGE, Standing, TAKEN_BACK, WAITS, agents_missing, bounded,
-        certificate_missing, degraded, flux_nodes_unusable, needs_user, not_applied, ours, progressing, ready,
+        ConditionValue, OURS, SHUT_DOWN_MESSAGE, SHUT_DOWN_REASON, Standing, TAKEN_BACK, WAITS, agents_missing,
+        bounded, certificate_missing, degraded, flux_nodes_unusable, needs_user, not_applied, ours, progressing, ready,
         restart_pending, scale_denied,
     },
-    findings::{Finding, Weight, line},
+    findings::{Finding, Weight, worst},
     gone,
     members::{Members, Planned},
     roster::epoch::{Restart, restart},
@@ -74,7 +74,9 @@ pub fn status(
         Finding::new(Weight::PodsWait, words)
     }));
     findings.extend(cores_lost.map(|message| Finding::new(Weight::CoresLost, message)));
-    let if_true = |weight, value: &ConditionValue| value.is_true.then(|| Finding::new(weight, value.message.clone()));
+    let if_true = |weight, value: &ConditionValue| {
+        value.is_true.then(|| Finding::new(weight, value.message.clone()).because(value.reason))
+    };
     findings.extend(if_true(Weight::NotApplied, &not_applied));
     findings.extend(if_true(Weight::ScaleDenied, &scale));
     findings.extend(if_true(Weight::RestartBlocked, &restart).filter(|_| needs_user(restart.reason)));
@@ -92,7 +94,8 @@ pub fn status(
     }
     let is_stand_in = seen.reports.values().any(|report| report.flux_version.as_deref() == Some(STAND_IN));
     // Nobody may take an instance without Flux for a real one.
-    let message = if is_stand_in { format!("{STAND_IN}: {}", line(&findings)) } else { line(&findings) };
+    let Finding { reason, message, .. } = worst(&findings).cloned().unwrap_or(Finding::new(Weight::Fine, ""));
+    let message = if is_stand_in { format!("{STAND_IN}: {message}") } else { message };
     let message = bounded(&message);
     let now = Timestamp::from_second(seen.now).unwrap_or_default();
     next.conditions = ours(&next.conditions);
@@ -110,7 +113,7 @@ pub fn status(
     for (type_, value) in OURS.into_iter().zip(values) {
         value.set(type_, &mut next.conditions, generation, now);
     }
-    next.message = Some(message);
+    (next.reason, next.message) = (Some(reason.to_owned()), Some(message));
     next
 }
 
@@ -121,7 +124,7 @@ pub fn differ_by_counts(before: &FluxInstanceStatus, next: &FluxInstanceStatus) 
         let mut rest = status.clone();
         // Agents look whether anybody is online.
         (rest.online, rest.size, rest.revision) = (rest.online.min(1), 0, 0);
-        (rest.message, rest.pending_nodes, rest.pods) = (None, None, None);
+        (rest.reason, rest.message, rest.pending_nodes, rest.pods) = (None, None, None, None);
         rest.conditions.iter_mut().for_each(|condition| condition.message.clear());
         rest
     };
@@ -138,11 +141,13 @@ fn progress(
 ) -> Vec<Finding> {
     let mut found = Vec::new();
     if standing.shut_down {
-        found.push(Finding::new(Weight::LeadAway, SHUT_DOWN_MESSAGE));
+        found.push(Finding::new(Weight::LeadAway, SHUT_DOWN_MESSAGE).because(SHUT_DOWN_REASON));
     }
     let complete = standing.lead_online && next.online == next.size;
     match obstacle {
-        Some(Obstacle::Problem { message, .. }) => found.push(Finding::new(Weight::Problem, message.clone())),
+        Some(Obstacle::Problem { reason, message }) => {
+            found.push(Finding::new(Weight::Problem, message.clone()).because(reason));
+        }
         Some(Obstacle::Waiting(message)) if !standing.lead_online => {
             found.push(Finding::new(Weight::LeadAway, message.clone()));
         }
@@ -242,7 +247,7 @@ fn offline<'a>(roster: &'a Roster, members: &'a Members) -> impl Iterator<Item =
 pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str, now: Timestamp) -> FluxInstanceStatus {
     let message = bounded(message);
     let mut next = without_unlimited_texts(before);
-    next.message = Some(message.clone());
+    (next.reason, next.message) = (Some(reason.to_owned()), Some(message.clone()));
     next.conditions = ours(&before.conditions);
     // Keep the old generation: the planner has not evaluated the current spec.
     ConditionValue::yes(reason, message).set("Degraded", &mut next.conditions, before.observed_generation, now);
@@ -376,6 +381,7 @@ mod tests {
             ("one more is online", |status| status.online = 8, true),
             ("one more member", |status| (status.size, status.revision) = (10, 4), true),
             ("other words", |status| status.conditions[0].message = "8 of 9".to_owned(), true),
+            ("another reason", |status| status.reason = Some("NodesNotOnline".to_owned()), true),
             ("nobody is online", |status| status.online = 0, false),
             ("another phase", |status| status.phase = InstancePhase::Running, false),
             ("another epoch", |status| status.epoch = 2, false),
@@ -430,6 +436,12 @@ mod tests {
             change(&mut world);
             let status = status_of(&world);
             assert!(status.message.as_ref().is_some_and(|message| message.contains(part)), "{part}: {status:?}");
+            let word = match reason {
+                "" => "AsExpected",
+                "Waits" => "RestartPending",
+                of_the_condition => of_the_condition,
+            };
+            assert_eq!(status.reason.as_deref(), Some(word), "{status:?}");
             let Some(condition) = condition else { continue };
             let holding = status.holding(condition).unwrap_or_else(|| panic!("{condition}: {status:?}"));
             assert_eq!(holding.reason, reason, "{status:?}");
@@ -590,6 +602,7 @@ mod tests {
         let next = stopped(&world.status, "MalformedRoster", why, at(2000));
         assert_eq!((&next.phase, next.online, next.message.as_deref()), (&InstancePhase::Running, 3, Some(why)));
         let degraded = next.holding("Degraded").unwrap();
+        assert_eq!(next.reason.as_deref(), Some("MalformedRoster"));
         assert_eq!((degraded.reason.as_str(), degraded.message.as_str()), ("MalformedRoster", why));
         assert_eq!(stopped(&next, "MalformedRoster", why, at(3000)), next, "a second round changes nothing");
 

@@ -100,8 +100,10 @@ pub async fn ignore(client: &Client, instance: &FluxInstance) -> Result<(), ApiE
     let mut status = FluxInstanceStatus::default();
     let message = format!("only the FluxInstance named {INSTANCE} is served");
     let generation = instance.meta().generation.unwrap_or_default();
-    ConditionValue::yes("AnotherName", &*message).set("Ignored", &mut status.conditions, generation, clock::now());
+    let reason = "AnotherName";
+    ConditionValue::yes(reason, &*message).set("Ignored", &mut status.conditions, generation, clock::now());
     status.phase = InstancePhase::Ignored;
+    status.reason = Some(reason.to_owned());
     status.message = Some(message);
     write_status(client, instance, &status).await
 }

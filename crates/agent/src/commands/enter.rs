@@ -26,7 +26,7 @@ pub enum EnterError {
     #[error(transparent)]
     Host(#[from] HostError),
     /// No broker runs on this host.
-    #[error("no broker runs on this node; `kubectl -n flux-distribute get fxn` says why")]
+    #[error("no broker runs on this node; `kubectl -n flux-distribute get fxn -o wide` says why")]
     NoBroker,
     /// Nothing is installed on this host.
     #[error("nothing is installed on this node; on a host, name where it is with --prefix")]
