@@ -199,7 +199,7 @@ fn the_picture_in_the_readme_shows_what_was_recorded() {
 }
 
 /// What stands for a name or a number in a command.
-const STAND_FOR: [(&str, &str); 2] = [("NODE", "n2"), ("N", "3")];
+const STAND_FOR: [(&str, &str); 4] = [("NODE", "n2"), ("N", "3"), ("NAMESPACE", "default"), ("ACCOUNT", "default")];
 
 /// Nodes and objects of an instance, as agents and planner would have left them.
 fn cluster() -> Vec<Value> {
@@ -248,11 +248,11 @@ impl Place {
         }
         fs::copy(root.join("example/fluxinstance-conda.yaml"), at("new.yaml")).unwrap();
         place.server.wait(&kubectl().unwrap());
-        let objects: Vec<_> = cluster().iter().map(Value::to_string).collect();
+        let objects = json!({"apiVersion": "v1", "kind": "List", "items": cluster()});
         for (command, input) in [
             ("kubectl apply -k deploy", String::new()),
             ("kubectl wait --for=condition=Established crd --all", String::new()),
-            ("kubectl create -f -", objects.join("\n---\n")),
+            ("kubectl create -f -", objects.to_string()),
             // Admission has put it on all new nodes; the node controller, which is not here, would take it off.
             ("kubectl taint nodes --all node.kubernetes.io/not-ready:NoSchedule-", String::new()),
         ] {
