@@ -1,24 +1,27 @@
 //! Orders gangs of one urgency: the highest priority first, then the gang that came into the queue first. To move behind another
 //! one, a job is submitted again. A job whose urgency an administrator has changed (`flux job urgency`) stays where it is.
 
+use std::{cmp::Reverse, collections::BTreeMap};
+
 use super::{
     queue::{QueuePlace, WaitingJob, may_change_at},
     round::Round,
 };
+use crate::{action::Action, gangs::Gang, jobspec::JobRequest, record::GangId};
 
 /// Submits again the jobs of gangs that came later than one behind them.
 pub(super) fn keep_order(round: &mut Round, mut queue: Vec<WaitingJob>) {
+    // For each urgency, the first place of the jobs that have been looked at: from the last in the queue to the first.
+    let mut first = submitted_again(round);
     queue.retain(|queued| queued.job.urgency == queued.request.urgency);
-    queue.sort_by_key(|queued| (queued.job.urgency, std::cmp::Reverse(queued.job.id)));
-    let mut first: Option<(u8, QueuePlace)> = None;
+    queue.sort_by_key(|queued| Reverse(queued.job.id));
     let mut again = Vec::new();
     for queued in queue {
-        let urgency = queued.job.urgency;
-        let first_after_it = first.filter(|(of, _)| *of == urgency).map(|(_, place)| place);
-        if first_after_it.is_some_and(|other| queued.place.is_behind(other)) {
+        let first_after_it = first.entry(queued.job.urgency).or_insert(queued.place);
+        if queued.place.is_behind(*first_after_it) {
             again.push(queued);
         } else {
-            first = Some((urgency, first_after_it.map_or(queued.place, |other| other.min(queued.place))));
+            *first_after_it = queued.place.min(*first_after_it);
         }
     }
     again.sort_by_key(|queued| (queued.place, queued.job.id));
@@ -29,4 +32,31 @@ pub(super) fn keep_order(round: &mut Round, mut queue: Vec<WaitingJob>) {
             false => round.wake_at(may_change),
         }
     }
+}
+
+/// For each urgency, the first place of the jobs that are being submitted again: they will be the last in the queue. Until then, this also
+/// drops the first jobs of gangs that came later. The next round has them again: a job that is only submitted would overtake one that has
+/// to be cancelled before.
+fn submitted_again(round: &mut Round) -> BTreeMap<u8, QueuePlace> {
+    let requests = |action| match action {
+        &Action::Resubmit { ref request, .. } => Some(request),
+        _ => None,
+    };
+    let again: Vec<_> = round.actions.iter().chain(&round.world.under_way).filter_map(requests).collect();
+    if again.is_empty() {
+        return BTreeMap::new();
+    }
+    let gangs: BTreeMap<&GangId, &Gang> = round.gangs.iter().map(|(gang, _)| (&gang.id, gang)).collect();
+    let place = |request: &JobRequest| Some(QueuePlace::of(gangs.get(&request.record.gang)?, &request.record));
+    let mut first = BTreeMap::new();
+    for request in again {
+        let Some(place) = place(request) else { continue };
+        first.entry(request.urgency).and_modify(|first: &mut QueuePlace| *first = place.min(*first)).or_insert(place);
+    }
+    let overtakes = |request: &JobRequest| {
+        let first = first.get(&request.urgency).filter(|_| request.record.pinned.is_none());
+        first.is_some_and(|first| place(request).is_some_and(|place| place.is_behind(*first)))
+    };
+    round.actions.retain(|action| !matches!(action, Action::Submit(request) if overtakes(request)));
+    first
 }

@@ -347,6 +347,45 @@ fn gangs_that_flux_has_forgotten_are_queued_by_age() {
 }
 
 #[test]
+fn a_job_that_is_submitted_again_stays_before_those_of_later_gangs() {
+    for is_forgotten in [false, true] {
+        let mut bed = Bed::busy(&[1, 1]);
+        let label = |bed: &mut Bed, rank, is_there| {
+            let labels = &mut bed.seen.targets.get_mut(&rank).unwrap().labels;
+            labels.clear();
+            labels.extend([("gpu".to_owned(), "yes".to_owned())].into_iter().filter(|_| is_there));
+        };
+        (0..2).for_each(|rank| label(&mut bed, rank, true));
+        let mut old = pod("old", 1);
+        plan(&mut old).rules.selector.insert("gpu".into(), "yes".into());
+        bed.create([old]);
+        bed.pass(10 * SECOND);
+        bed.create([pod("young", 1)]);
+        bed.pass(10 * SECOND);
+        if is_forgotten {
+            // The broker has restarted, and lost what was submitted last.
+            bed.jobs.remove(&JobId(3));
+            bed.seen.jobs.as_mut().unwrap().keep(|id| id != JobId(3));
+        }
+        label(&mut bed, 1, false);
+        let asked = |actions: &[Action]| {
+            let name = |action: &Action| match action {
+                Action::Submit(request) | Action::Resubmit { request, .. } => Some(request.record.gang.to_string()),
+                _ => None,
+            };
+            actions.iter().filter_map(name).collect::<Vec<_>>()
+        };
+        let decision = bed.decide();
+        let at_once = if is_forgotten { &["default/old"][..] } else { &["default/old", "default/young"] };
+        assert_eq!(asked(&decision.actions), at_once);
+        decision.actions.iter().for_each(|action| bed.carry_out(action));
+        assert_eq!(asked(&bed.decide().actions), [""; 0], "the first one is under way");
+        bed.settle();
+        assert_eq!(bed.shown_jobs(), ["default/old 1x1 waits", "default/young 1x1 waits"]);
+    }
+}
+
+#[test]
 fn a_job_that_flux_denies_is_not_submitted_again_and_again() {
     let mut bed = Bed::new(&[2]);
     bed.create([pod("a", 1)]);
