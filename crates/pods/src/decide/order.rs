@@ -38,11 +38,12 @@ pub(super) fn keep_order(round: &mut Round, mut queue: Vec<WaitingJob>) {
 /// drops the first jobs of gangs that came later. The next round has them again: a job that is only submitted would overtake one that has
 /// to be cancelled before.
 fn submitted_again(round: &mut Round) -> BTreeMap<u8, QueuePlace> {
-    let requests = |action| match action {
-        &Action::Resubmit { ref request, .. } => Some(request),
-        _ => None,
-    };
-    let again: Vec<_> = round.actions.iter().chain(&round.world.under_way).filter_map(requests).collect();
+    let mut again = Vec::new();
+    for action in round.actions.iter().chain(&round.world.under_way) {
+        if let Action::Resubmit { request, .. } = action {
+            again.push(request);
+        }
+    }
     if again.is_empty() {
         return BTreeMap::new();
     }
