@@ -24,6 +24,9 @@ use metrics::Metrics;
 /// Exit code for bad input, when nothing was changed yet. Every other failure is 1.
 const BAD_INPUT: u8 = 2;
 
+/// What an interrupted command leaves.
+const NOTHING_WRITTEN: &str = "nothing was written";
+
 /// Turns the nodes of a Kubernetes cluster into one Flux system.
 #[derive(Parser, Debug)]
 #[command(name = "flux-distribute", version, about, max_term_width = 100)]
@@ -188,10 +191,12 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
             block_on(async { command.run().await.map_err(|error| Failure::coded(error.exit_code(), &error)) })
         }
         Command::Lock(command) => block_on(async {
+            packages::end_if_interrupted(NOTHING_WRITTEN.to_owned());
             command.run().await.map_err(|error| Failure::coded(error.exit_code(), &error))?;
             Ok(ExitCode::SUCCESS)
         }),
         Command::Bundle(command) => {
+            packages::end_if_interrupted(command.keeps().unwrap_or_else(|| NOTHING_WRITTEN.to_owned()));
             command.run().map_err(|error| Failure::coded(error.exit_code(), &error))?;
             Ok(ExitCode::SUCCESS)
         }

@@ -41,6 +41,9 @@ pub(crate) enum KubectlError {
         "no agent runs on node {0}: `kubectl flux status -o wide` lists the nodes, `kubectl flux doctor` says what is wrong"
     )]
     NoAgent(String),
+    /// The person has had enough; this is what goes on without this process.
+    #[error("interrupted: {0}")]
+    Interrupted(&'static str),
     /// The cluster is in a state in which the command can't work.
     #[error("{0}")]
     State(String),
@@ -74,10 +77,11 @@ impl From<ApiError> for KubectlError {
 }
 
 impl KubectlError {
-    /// 2 if only other arguments or another kubeconfig can help, else 1.
+    /// 2 if only other arguments or another kubeconfig can help, 130 as in a shell if a person has interrupted it, else 1.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Kubeconfig(_) | Self::Client(_) | Self::Input(_) => 2,
+            Self::Interrupted(_) => 130,
             _ => 1,
         }
     }
@@ -121,7 +125,9 @@ pub(crate) fn chain(error: &(dyn Error + 'static)) -> String {
         };
         return format!("{ours}{LOGIN}");
     }
-    let foreign = |cause: &(dyn Error + 'static)| cause.is::<kube::Error>() || cause.is::<Box<kube::Error>>();
+    let foreign = |cause: &(dyn Error + 'static)| {
+        cause.is::<kube::Error>() || cause.is::<Box<kube::Error>>() || cause.is::<kube::config::KubeconfigError>()
+    };
     let sentence = base::error_chain(error);
     if causes().any(foreign) { sentence.lines().next().unwrap_or_default().to_owned() } else { sentence }
 }

@@ -19,6 +19,9 @@ use base::words::visible_lines;
 /// How long to wait for the planner. It answers within a second or two, unless another one is just taking over.
 const ANSWER: Duration = Duration::from_secs(30);
 
+const GOES_ON: &str =
+    "spec.size stays as it is now, and the nodes join or leave; `kubectl flux status --watch` shows how far it is";
+
 /// Changes `spec.size`, and prints what the planner says of it. With `--wait`, waits until the members are online and no others are left.
 ///
 /// # Errors
@@ -27,6 +30,10 @@ const ANSWER: Duration = Duration::from_secs(30);
 pub(crate) async fn run(cluster: &Cluster, size: u32, waiting: &Waiting) -> Result<ExitCode, KubectlError> {
     let changed = change(cluster, "size", &json!({"spec": {"size": size}})).await?;
     let generation = changed.metadata.generation.unwrap_or_default();
+    wait::unless_interrupted(GOES_ON, follow(cluster, size, generation, waiting)).await
+}
+
+async fn follow(cluster: &Cluster, size: u32, generation: i64, waiting: &Waiting) -> Result<ExitCode, KubectlError> {
     let answer = answer(cluster, size, generation).await?;
     print(&visible_lines(&format!("{}{}\n", text(size, answer.as_ref()), cluster.name())))?;
     if waiting.wait {

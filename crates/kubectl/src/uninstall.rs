@@ -30,6 +30,8 @@ use cluster::{call, gone_is_fine};
 const OBJECTS: [&str; 2] =
     [include_str!("../../../deploy/pods.yaml"), include_str!("../../../deploy/daemonset-installer.yaml")];
 
+const GOES_ON: &str = "the agents go on cleaning the hosts; `kubectl flux uninstall` again removes the rest";
+
 /// Removes Flux from all hosts, and then what is left in the cluster.
 ///
 /// # Errors
@@ -131,7 +133,7 @@ async fn wait_for_hosts(cluster: &Cluster, limit: Duration) -> Result<(), Kubect
             limit.as_secs()
         )
     };
-    wait::until(limit, look, late).await?;
+    wait::unless_interrupted(GOES_ON, wait::until(limit, look, late)).await?;
     print("all hosts are clean\n")
 }
 

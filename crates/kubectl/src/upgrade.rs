@@ -10,6 +10,8 @@ use api::{ANNOTATION_RESTART, CONDITION_RESTART_PENDING, FluxInstanceStatus, INS
 use base::words::visible_lines;
 use model::conditions::SHUT_DOWN_REASON;
 
+const GOES_ON: &str = "the restart goes on; `kubectl flux status --watch` shows how far it is";
+
 /// Prints what a coordinated restart would bring. With `now`, begins it. With `--wait`, waits until the next epoch is online.
 ///
 /// # Errors
@@ -36,7 +38,8 @@ pub(crate) async fn run(cluster: &Cluster, now: bool, waiting: &Waiting) -> Resu
             let has_begun = observed.instance.status.as_ref().is_some_and(|status| status.epoch > before);
             Ok(wait::step(&observed, has_begun, None))
         };
-        wait::until(limit, look, |text| wait::late(limit, text)).await?;
+        let goes_on = if now { GOES_ON } else { "nothing was changed" };
+        wait::unless_interrupted(goes_on, wait::until(limit, look, |text| wait::late(limit, text))).await?;
         print("all members are online in the next epoch\n")?;
     }
     Ok(ExitCode::SUCCESS)

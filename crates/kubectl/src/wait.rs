@@ -58,6 +58,20 @@ pub(crate) async fn until(
     }
 }
 
+/// Does this work, until SIGINT or to its end. A signal before it ends the process as any other.
+///
+/// # Errors
+/// What the work says, or that it was interrupted, with `goes_on`.
+pub(crate) async fn unless_interrupted<T>(
+    goes_on: &'static str,
+    work: impl Future<Output = Result<T, KubectlError>>,
+) -> Result<T, KubectlError> {
+    tokio::select! {
+        done = work => done,
+        Ok(()) = tokio::signal::ctrl_c() => Err(KubectlError::Interrupted(goes_on)),
+    }
+}
+
 /// What a person sees while waiting.
 enum Shown {
     Bar(ProgressBar),

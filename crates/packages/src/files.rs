@@ -5,6 +5,7 @@ use std::{
     io::{self, Write},
     os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use host::{
@@ -15,6 +16,9 @@ use host::{
 
 /// Prefix of the names of unfinished files; six letters or digits follow.
 const ASIDE: &str = ".flux-distribute-";
+
+/// The unfinished files of this process.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// Linux follows as many symlinks.
 const MOST_LINKS: usize = 40;
@@ -79,6 +83,29 @@ pub(crate) struct Aside {
     /// Locked until it is closed.
     file: File,
     path: tempfile::TempPath,
+    _listed: Listed,
+}
+
+/// A file in [`UNFINISHED`], until this is dropped.
+struct Listed(PathBuf);
+
+fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        unfinished().retain(|path| *path != self.0);
+    }
+}
+
+/// Removes the unfinished files of this process, which is about to end. While the result lives, no other one is made.
+pub(crate) fn remove_unfinished() -> impl Drop {
+    let mut files = unfinished();
+    for path in files.drain(..) {
+        let _ = fs::remove_file(path);
+    }
+    files
 }
 
 impl Aside {
@@ -86,11 +113,17 @@ impl Aside {
     pub(crate) fn in_directory(directory: &Path) -> io::Result<Self> {
         drop_leftovers(directory);
         loop {
-            let (file, path) = tempfile::Builder::new().prefix(ASIDE).tempfile_in(directory)?.into_parts();
+            let (file, path, listed) = {
+                let mut files = unfinished();
+                let (file, path) = tempfile::Builder::new().prefix(ASIDE).tempfile_in(directory)?.into_parts();
+                files.push(path.to_path_buf());
+                let listed = Listed(path.to_path_buf());
+                (file, path, listed)
+            };
             file.lock()?;
             // Until the lock was held, another run could take this file for a leftover and delete it.
             if file.metadata()?.nlink() > 0 {
-                return Ok(Self { file, path });
+                return Ok(Self { file, path, _listed: listed });
             }
         }
     }

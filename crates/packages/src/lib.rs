@@ -17,6 +17,7 @@ mod bundle;
 mod environment;
 mod fetch;
 mod files;
+mod interrupt;
 mod lock;
 #[cfg(test)]
 #[path = "../../../tests/support/needs.rs"]
@@ -42,6 +43,7 @@ pub use fetch::{
     credentials::CredentialsError,
     http::{HttpClient, HttpError},
 };
+pub use interrupt::end_if_interrupted;
 pub use lock::command::{LockAction, LockCommand, LockCommandError, LockDiffArguments, SolveArguments};
 pub use lock::solve::{SolveError, resolve};
 pub use progress::show::{LINE_EVERY, Style, shown};

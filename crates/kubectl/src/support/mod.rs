@@ -21,6 +21,7 @@ use crate::{
     error::KubectlError,
     observed::Cluster,
     screen::{complain, print, yaml},
+    wait::unless_interrupted,
 };
 use base::words::many;
 use gather::{BundleFile, Content, gather, secrets};
@@ -37,7 +38,12 @@ pub(crate) async fn run(cluster: &Cluster, options: &SupportOptions) -> Result<E
     // Before anything is read: whoever has no room or no right learns it at once. An archive that is cut off keeps its own name.
     let part = PathBuf::from(format!("{}.{}.part", file.display(), std::process::id()));
     let mut out = create(&file, &part).map_err(failed)?;
-    let (secrets, mut files) = futures::join!(secrets(cluster), gather(cluster, options.all_logs));
+    let gathered = async { Ok(futures::join!(secrets(cluster), gather(cluster, options.all_logs))) };
+    let gathered = unless_interrupted("nothing was written", gathered).await.inspect_err(|_| {
+        // The name of an archive that nobody will write.
+        let _ = std::fs::remove_file(&part);
+    });
+    let (secrets, mut files) = gathered?;
     let is_empty = is_all_unread(&files);
     if let Err(why) = &secrets {
         let note =

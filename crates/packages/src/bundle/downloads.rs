@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::BundleError;
+use crate::{BundleError, files::directory_of};
 use host::{
     files::{FileError, absent_is_fine},
     opening::{open_directory, path_of},
@@ -34,11 +34,15 @@ pub(super) struct Downloads {
 }
 
 impl Downloads {
+    /// Its name, for a bundle of that name; None if that is no file name.
+    pub(super) fn name_beside(out: &Path) -> Option<PathBuf> {
+        Some(directory_of(out).join(format!(".{}.download", out.file_name()?.to_string_lossy())))
+    }
+
     pub(super) fn beside(out: &Path, parent: &Path) -> Result<Self, BundleError> {
-        let Some(name) = out.file_name() else {
+        let Some(path) = Self::name_beside(out) else {
             return Err(BundleError::input(out, "it is not a file name"));
         };
-        let path = parent.join(format!(".{}.download", name.to_string_lossy()));
         let write = || FileError::on("write to", &path);
         let directory = own_directory(&path).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => BundleError::input(parent, "there is no such directory"),

@@ -18,8 +18,8 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
 use crate::{
-    BundleManifest, CreateBundle, FetchError, HttpError, Limits, bundle::packages::Contents, fetch::archive,
-    files::print, progress::size, unpack_error::UnpackError,
+    BundleManifest, CreateBundle, FetchError, HttpError, Limits, bundle::downloads::Downloads,
+    bundle::packages::Contents, fetch::archive, files::print, progress::size, unpack_error::UnpackError,
 };
 use host::{files::FileError, opening::open_plain};
 use locks::Locked;
@@ -128,6 +128,13 @@ impl BundleError {
 }
 
 impl BundleCommand {
+    /// What stays on disk if this command is interrupted, and why; None if nothing does.
+    pub fn keeps(&self) -> Option<String> {
+        let Self::Create(create) = self else { return None };
+        let directory = create.lock.as_ref().and_then(|_| Downloads::name_beside(&create.out))?;
+        Some(format!("what was downloaded stays in {}, and the same command goes on with it", directory.display()))
+    }
+
     /// Runs the command and prints its result to stdout.
     ///
     /// # Errors

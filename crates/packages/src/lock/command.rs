@@ -33,7 +33,7 @@ Credentials for a channel come from the file named by RATTLER_AUTH_FILE, as for 
 channel's URL. The lock contains none: an instance takes them from Secret flux-packages-access.
 
 Exit code: 0 success, 2 the input can't be used, 1 any other failure, such as a channel that can't be
-reached. A file is written only on success.";
+reached, 130 after Ctrl-C. A file is written only on success.";
 
 const ABOUT_DIFF: &str = "\
 Lists for each platform which packages are added, removed, upgraded, downgraded, rebuilt (same

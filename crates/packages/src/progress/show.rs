@@ -31,11 +31,12 @@ pub enum Style {
 }
 
 impl Style {
-    /// The style for an output format; for text it depends on whether stderr is a terminal.
+    /// The style for an output format; for text it depends on whether stderr is a terminal that obeys escape sequences.
     pub fn of(output: OutputFormat) -> Self {
+        let obeys = || io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|kind| kind != "dumb");
         match output {
             OutputFormat::Json => Self::Json,
-            OutputFormat::Text if io::stderr().is_terminal() => Self::Bar,
+            OutputFormat::Text if obeys() => Self::Bar,
             OutputFormat::Text => Self::Lines,
         }
     }
