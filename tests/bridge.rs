@@ -371,6 +371,42 @@ async fn pods_run_on_while_the_leads_broker_restarts_and_keep_their_cores() {
     bed.until_allocated(2).await;
 }
 
+/// Flux stores R, then says that a job has it. If the lead's broker dies in between, it takes the next R for a fault of the scheduler, and goes on
+/// without one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_for_which_flux_has_stored_cores_and_told_nobody_is_bound_after_a_restart() {
+    let Some(mut bed) = Bed::new().await else { return };
+    bed.make("runs", 4, json!({})).await;
+    let free = (Bed::record(&bed.until_bound("runs").await)["rank"].as_u64().unwrap() + 1) % 3;
+    bed.flux(&["queue", "stop"]);
+    bed.make("waits", 4, json!({})).await;
+    bed.until_pending(1).await;
+    bed.bridge.abort();
+    let pending = ["jobs", "-nf", "pending", "-o", "{id}"];
+    let id = bed.flux(&pending);
+    let directory = bed.flux(&["job", "id", "--to=kvs", &id]);
+    let r = bed.flux(&["R", "encode", &format!("-r{free}"), "-c0-3"]);
+    bed.flux(&["kvs", "put", "--sync", &format!("{directory}.R={r}")]);
+    // As broker.toml has it where pods are on.
+    let config = bed.base.path().join("etc/broker.toml");
+    let text = std::fs::read_to_string(&config).unwrap() + "[job-manager]\nstop-queues-on-restart = true\n";
+    std::fs::write(&config, text).unwrap();
+    bed.brokers.clear();
+    bed.brokers.extend((0..3).map(|rank| start(&bed.flux, bed.base.path(), rank)));
+    until_online(&connect(&bed.brokers[0]).await, "0-2").await;
+    bed.bridge = serve(bed.client.clone(), bed.brokers[0].socket(), &bed.uids, &bed.may_start_queues);
+    let replaced = async {
+        while bed.flux(&pending).lines().any(|pending| pending == id) {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    assert!(timeout(PATIENCE, replaced).await.is_ok(), "{}", bed.jobs());
+    bed.flux(&["queue", "start"]);
+    bed.until_bound("waits").await;
+    let status = bed.flux(&["queue", "status"]);
+    assert!(status.contains("Scheduling is started"), "{status}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn cores_that_other_pods_use_are_given_to_no_job() {
     let Some(mut bed) = Bed::new().await else { return };

@@ -109,6 +109,9 @@ pub struct Job {
     pub urgency: u8,
     /// How far it is.
     pub state: JobState,
+    /// It waits, and Flux has stored an R for it: the lead's broker died between that and event `alloc`. As soon as the scheduler gives it
+    /// resources, Flux (0.88) says `already allocated`, and does without a scheduler from then on.
+    pub is_spoiled: bool,
     /// It may still wait for another job or a moment to begin (RFC 26): the scheduler does not know it yet.
     depends: bool,
     /// Why it ends, and since when, unless the bridge has finished it.
@@ -144,6 +147,7 @@ impl Jobs {
                 submitted: 0,
                 urgency: 0,
                 state: JobState::Pending,
+                is_spoiled: false,
                 depends: true,
                 ended_by: None,
                 ended: None,
@@ -154,6 +158,8 @@ impl Jobs {
         for event in &events.events {
             job.apply(event, events);
         }
+        job.is_spoiled |= events.r.is_some() && !events.has("alloc");
+        job.is_spoiled &= job.state == JobState::Pending;
     }
 
     /// Forgets the jobs that ended [`REMEMBERED`] ago, except those that list one of the pods for which `is_there` is true:

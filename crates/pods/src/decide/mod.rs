@@ -93,6 +93,8 @@ pub enum Standing {
     Loading,
     /// The broker has restarted.
     Recovering(Recovery),
+    /// The scheduler has gone offline.
+    NoScheduler,
     /// It serves pods.
     Serving,
 }
@@ -104,6 +106,10 @@ impl Standing {
             Self::NoBroker => Some("the lead's broker is not in state run".to_owned()),
             Self::Loading => Some("pods or jobs are not known yet".to_owned()),
             Self::Recovering(recovery) => Some(format!("after a restart of the lead's broker, the bridge {recovery}")),
+            Self::NoScheduler => Some(
+                "Flux's scheduler is offline: `flux-distribute reload` in the pod of the lead's node loads it again"
+                    .to_owned(),
+            ),
             Self::Serving => None,
         }
     }
@@ -153,7 +159,8 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     let of_shadows = shadows::keep(round, &accounts);
     let accounts = accounts::report(round, &accounts, &mut memory.overlaps);
     preempt::forget(round, &mut memory.preempt);
-    let mut report = Report { standing: Standing::Serving, accounts, ..Report::default() };
+    let standing = if round.broker.queues == Queues::Offline { Standing::NoScheduler } else { Standing::Serving };
+    let mut report = Report { standing, accounts, ..Report::default() };
     let mut queue = Vec::new();
     let places = words::places(round);
     let gangs = std::mem::take(&mut round.gangs);

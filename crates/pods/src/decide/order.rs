@@ -11,8 +11,21 @@ use crate::{action::Action, gangs::Gang, jobspec::JobRequest, record::GangId};
 
 /// Submits again the jobs of gangs that came later than one behind them.
 pub(super) fn keep_order(round: &mut Round, mut queue: Vec<WaitingJob>) {
-    // For each urgency, the first place of the jobs that have been looked at: from the last in the queue to the first.
-    let mut first = submitted_again(round);
+    let again: Vec<_> = round.actions.iter().chain(&round.world.under_way).filter_map(submitted_again).collect();
+    // For each urgency, the first place of the jobs that have been looked at: from the last in the queue to the first. What is being submitted
+    // again will be last.
+    let mut first = BTreeMap::new();
+    if !again.is_empty() {
+        let gangs: BTreeMap<&GangId, &Gang> = round.gangs.iter().map(|(gang, _)| (&gang.id, gang)).collect();
+        let place = |request: &JobRequest| Some(QueuePlace::of(gangs.get(&request.record.gang)?, &request.record));
+        first = first_places(again.into_iter().filter_map(|request| Some((request.urgency, place(request)?))));
+        // A job that is only submitted would overtake one that has to be cancelled before. The next round has it again.
+        let overtakes = |request: &JobRequest| {
+            let first = first.get(&request.urgency).filter(|_| request.record.pinned.is_none());
+            first.is_some_and(|first| place(request).is_some_and(|place| place.is_behind(*first)))
+        };
+        round.actions.retain(|action| !matches!(action, Action::Submit(request) if overtakes(request)));
+    }
     queue.retain(|queued| queued.job.urgency == queued.request.urgency);
     queue.sort_by_key(|queued| Reverse(queued.job.id));
     let mut again = Vec::new();
@@ -34,30 +47,18 @@ pub(super) fn keep_order(round: &mut Round, mut queue: Vec<WaitingJob>) {
     }
 }
 
-/// For each urgency, the first place of the jobs that are being submitted again: they will be the last in the queue. Until then, this also
-/// drops the first jobs of gangs that came later. The next round has them again: a job that is only submitted would overtake one that has
-/// to be cancelled before.
-fn submitted_again(round: &mut Round) -> BTreeMap<u8, QueuePlace> {
-    let mut again = Vec::new();
-    for action in round.actions.iter().chain(&round.world.under_way) {
-        if let Action::Resubmit { request, .. } = action {
-            again.push(request);
-        }
+fn submitted_again(action: &Action) -> Option<&JobRequest> {
+    match action {
+        Action::Resubmit { request, .. } => Some(request),
+        _ => None,
     }
-    if again.is_empty() {
-        return BTreeMap::new();
-    }
-    let gangs: BTreeMap<&GangId, &Gang> = round.gangs.iter().map(|(gang, _)| (&gang.id, gang)).collect();
-    let place = |request: &JobRequest| Some(QueuePlace::of(gangs.get(&request.record.gang)?, &request.record));
+}
+
+/// The first place of each urgency.
+fn first_places(places: impl Iterator<Item = (u8, QueuePlace)>) -> BTreeMap<u8, QueuePlace> {
     let mut first = BTreeMap::new();
-    for request in again {
-        let Some(place) = place(request) else { continue };
-        first.entry(request.urgency).and_modify(|first: &mut QueuePlace| *first = place.min(*first)).or_insert(place);
+    for (urgency, place) in places {
+        first.entry(urgency).and_modify(|first: &mut QueuePlace| *first = place.min(*first)).or_insert(place);
     }
-    let overtakes = |request: &JobRequest| {
-        let first = first.get(&request.urgency).filter(|_| request.record.pinned.is_none());
-        first.is_some_and(|first| place(request).is_some_and(|place| place.is_behind(*first)))
-    };
-    round.actions.retain(|action| !matches!(action, Action::Submit(request) if overtakes(request)));
     first
 }

@@ -87,6 +87,9 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         memory.recovery.given_up.clear();
         memory.recovery.given_up_ranks.clear();
     }
+    if cancel_spoiled(round) {
+        return Recovery::Cancel;
+    }
     note_refusals(round, memory);
     round.gang_cores = gang_cores::count(round, |gang| may_wait_for(memory, gang));
     let (mut is_submitting, mut paused, mut needed) = (false, BTreeSet::new(), BTreeSet::new());
@@ -132,6 +135,21 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
             Recovery::Start
         }
     }
+}
+
+/// Cancels the jobs of which [`Job::is_spoiled`] tells, before the scheduler gives them anything; what they were for is asked for again. True
+/// if there are any.
+fn cancel_spoiled(round: &mut Round) -> bool {
+    let jobs = round.jobs;
+    let spoiled: Vec<_> = jobs.of_gangs().filter(|(job, _)| job.is_spoiled).collect();
+    for (job, gang_job) in &spoiled {
+        let gang = &gang_job.record.gang;
+        if !round.is_busy(gang) {
+            let note = format!("{OUR_NOTE}Flux has stored resources for this job and does not know it");
+            round.actions.push(Action::Cancel { job: job.id, gang: gang.clone(), note });
+        }
+    }
+    shadows::cancel_spoiled(round) || !spoiled.is_empty()
 }
 
 fn is_stopping(round: &Round) -> bool {

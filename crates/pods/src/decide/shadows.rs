@@ -139,16 +139,27 @@ pub(super) fn cancel_old(round: &mut Round) -> bool {
         job.state != JobState::Ended && is_old(round, job, shadow) && shadow.nodes.iter().all(is_replaced)
     });
     let old: Vec<_> = old.collect();
+    cancel(round, &all, &old);
+    !old.is_empty()
+}
+
+/// Cancels the jobs of which [`Job::is_spoiled`] tells. True if there are any.
+pub(super) fn cancel_spoiled(round: &mut Round) -> bool {
+    let spoiled: Vec<_> = round.jobs.shadows().filter(|(job, _)| job.is_spoiled).collect();
+    cancel(round, &by_rank(round), &spoiled);
+    !spoiled.is_empty()
+}
+
+fn cancel<'a>(round: &mut Round<'a>, all: &BTreeMap<Rank, Shadows<'a>>, jobs: &[(&'a Job, &'a Shadow)]) {
     let cancel = |(job, shadow): &(&Job, &Shadow)| ShadowStep {
         cancel: vec![job.id],
         why: REPLACED,
         ranks: shadow.nodes.keys().copied().collect(),
         ..ShadowStep::default()
     };
-    let steps = old.iter().filter(|(job, _)| job.is_active()).map(cancel).collect();
-    let actions = possible(round, &all, steps);
+    let steps = jobs.iter().filter(|(job, _)| job.is_active()).map(cancel).collect();
+    let actions = possible(round, all, steps);
     round.actions.extend(actions);
-    !old.is_empty()
 }
 
 /// True during a recovery, for a job of the broker's earlier life. Any job with cores is one, because stopped queues give out none. One that

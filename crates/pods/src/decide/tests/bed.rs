@@ -67,6 +67,8 @@ pub(super) struct Bed {
     pub closed: BTreeSet<Rank>,
     /// A pod that shrinks keeps what it had.
     pub kubelet_is_slow: bool,
+    /// Flux has stored an R for these jobs, and no event.
+    pub spoiled: BTreeSet<JobId>,
     /// Gangs that a PodDisruptionBudget protects.
     pub protects: BTreeSet<GangId>,
     /// A controller makes a pod again as soon as it is being deleted.
@@ -109,6 +111,7 @@ impl Bed {
             down: BTreeSet::new(),
             closed: BTreeSet::new(),
             kubelet_is_slow: false,
+            spoiled: BTreeSet::new(),
             protects: BTreeSet::new(),
             remakes: false,
             done: Vec::new(),
@@ -265,7 +268,7 @@ impl Bed {
         let mut item = job_events(id.0, events, jobspec);
         let entry = |slot: &Slot| json!({"rank": slot.rank.to_string(), "children": {"core": slot.cores}});
         let r = |slots: &[Slot]| json!({"version": 1, "execution": {"R_lite": slots.iter().map(entry).collect::<Vec<_>>()}});
-        item.r = slots.map(r);
+        item.r = slots.map(r).or_else(|| self.spoiled.contains(&id).then(|| r(&[])));
         item.events.iter_mut().for_each(|event| event.timestamp = self.now as f64 / 1000.0);
         self.under_way.entry(serial).and_modify(|(_, outstanding)| *outstanding += 1);
         self.journal.push_back((News::Job(item), serial));

@@ -1,5 +1,7 @@
 //! The way back after a start of the broker.
 
+use std::collections::BTreeSet;
+
 use broker::job_id::JobId;
 
 use super::{
@@ -130,6 +132,39 @@ fn nothing_is_asked_for_pods_on_nodes_that_are_members_no_more() {
     );
     assert!(bed.shown_jobs().iter().all(|job| !job.starts_with("default/g ")), "{:?}", bed.shown_jobs());
     assert_eq!(bed.decide().report.standing, Standing::Serving);
+}
+
+/// Flux stores R first, then event `alloc`: a broker may die, or a checkpoint be made, in between.
+#[test]
+fn a_job_that_would_make_flux_give_up_its_scheduler_is_cancelled_before_the_queues_start() {
+    let mut bed = running();
+    bed.restart_broker(|_| false, false);
+    bed.settle();
+    let before = bed.bound();
+    // Of the pins, none had got its cores again: the nodes were down.
+    bed.jobs.values_mut().for_each(|job| job.slots = None);
+    bed.spoiled = bed.jobs.keys().copied().filter(|id| bed.jobs[id].gang_job().is_some()).collect();
+    assert!(bed.spoiled.len() > 2, "{:?}", bed.spoiled);
+    bed.done.clear();
+    bed.restart_broker(|_| true, false);
+    bed.settle();
+    let starts = bed.done.iter().position(|action| *action == Action::StartQueues).unwrap();
+    let canceled = bed.done[..starts].iter().filter_map(|action| match action {
+        Action::Cancel { job, .. } => Some(*job),
+        _ => None,
+    });
+    assert_eq!(canceled.collect::<BTreeSet<_>>(), bed.spoiled);
+    assert!(bed.jobs.keys().all(|id| !bed.spoiled.contains(id)));
+    assert_eq!(bed.bound(), before);
+    assert_eq!(bed.shown_jobs(), ["default/g 2x1 @0", "default/g 1x1 @1", "default/q 2x1 waits"]);
+}
+
+#[test]
+fn a_scheduler_that_has_gone_offline_is_told() {
+    let mut bed = running();
+    bed.broker().queues = Queues::Offline;
+    let words = bed.decide().report.standing.waits_for().unwrap();
+    assert!(words.contains("scheduler is offline") && words.contains("flux-distribute reload"), "{words}");
 }
 
 #[test]
