@@ -94,6 +94,7 @@ fn everything_happened() -> Metrics {
     let metrics = Metrics::default();
     metrics.api_request("get", Some(200));
     metrics.broker_start(Start::First);
+    metrics.broker_start(Start::Died);
     metrics.live_change(true);
     metrics.planner_round(Duration::from_secs(1));
     metrics.installation(Duration::from_secs(1), &[(Source::Peer, 1)]);
@@ -117,7 +118,12 @@ fn lead() -> Metrics {
 fn all() -> Metrics {
     let metrics = lead();
     std::mem::forget(metrics.planning());
-    metrics.set_instance(Some(InstanceFacts { dumped_at: Some(1), ..InstanceFacts::default() }));
+    metrics.set_instance(Some(InstanceFacts {
+        lead_online: Some(true),
+        dumped_at: Some(1),
+        dump_every: Some(1),
+        ..InstanceFacts::default()
+    }));
     metrics
 }
 

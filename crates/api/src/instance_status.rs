@@ -67,7 +67,8 @@ pub struct FluxInstanceStatus {
     #[serde(default)]
     #[schemars(with = "String")]
     pub phase: InstancePhase,
-    /// The most serious known problem, in one CamelCase word; `AsExpected` if there is none.
+    /// The most serious known problem, in one CamelCase word: the reason of the condition that tells of it, or a word of its own such as
+    /// `NodesNotOnline` or `PodsWait`; `AsExpected` if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// The most serious known problem, in one sentence.

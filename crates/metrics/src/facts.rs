@@ -49,12 +49,14 @@ pub struct InstanceFacts {
     pub members: [u64; PHASES.len()],
     /// Members whose brokers are online, as the lead sees them.
     pub online: u64,
-    /// The lead is online.
-    pub lead_online: bool,
+    /// Whether the lead is online. None: no lead has ever been.
+    pub lead_online: Option<bool>,
     /// The epoch.
     pub epoch: u64,
     /// When the newest dump of the queue was made, in seconds since 1970. None: there is none.
     pub dumped_at: Option<i64>,
+    /// How often the lead is to make one, in seconds. None: never.
+    pub dump_every: Option<u64>,
 }
 
 impl InstanceFacts {

@@ -32,7 +32,7 @@ const ROUNDS: [f64; 10] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 1
 /// Seconds of an installation: from packages that a peer has, to a slow line.
 const INSTALLATIONS: [f64; 9] = [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0];
 
-/// The metrics of one agent. Clones are the same.
+/// The metrics of one agent. Clones share one state.
 #[derive(Clone)]
 pub struct Metrics(Arc<Inner>);
 
@@ -196,8 +196,8 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Prometheus sees no increase in a series that begins with its first event, and so no alert could tell of it. That is worth a series
-    /// where the first event may be the one that counts, and the values of the label are few.
+    /// Series with few label values begin at 0, so that `increase()` counts their first event too. It misses an event before the first
+    /// scrape, which is why deaths of brokers also have a timestamp.
     fn begin_at_zero(&self) {
         for reason in Start::ALL.map(Start::name) {
             drop(self.0.starts.get_or_create(&ByReason { reason }));
@@ -223,6 +223,9 @@ impl Metrics {
     /// Counts a start of the broker.
     pub fn broker_start(&self, why: Start) {
         self.0.starts.get_or_create(&ByReason { reason: why.name() }).inc();
+        if why == Start::Died {
+            self.facts().broker_died = Some(now());
+        }
     }
 
     /// Counts an attempt to load resources into the running instance.
@@ -358,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn an_alert_can_tell_of_the_first_broker_that_dies() {
+    fn counters_with_few_label_values_begin_at_zero() {
         let values = values(&Metrics::default());
         for series in [
             "broker_starts_total{reason=\"died\"}",

@@ -18,6 +18,8 @@ use super::facts::{InstanceFacts, LeadFacts, NodeFacts, PHASES};
 pub(crate) struct Facts {
     pub(crate) is_planner: bool,
     pub(crate) node: NodeFacts,
+    /// When a broker was last started in the place of one that had died, in seconds since 1970.
+    pub(crate) broker_died: Option<u64>,
     pub(crate) lead: Option<LeadFacts>,
     pub(crate) instance: Option<InstanceFacts>,
 }
@@ -34,6 +36,10 @@ impl Collector for Series {
         if let Some(is_up) = facts.node.broker_up {
             let help = "1 if this node's broker is online; absent if none is to run here";
             gauges.one("broker_up", help, u64::from(is_up))?;
+        }
+        if let Some(at) = facts.broker_died {
+            let help = "When this agent last started a broker in the place of one that had died, in seconds since 1970; absent if none has";
+            gauges.one("broker_died_timestamp_seconds", help, at)?;
         }
         if let Some(lead) = &facts.lead {
             gauges.lead(lead)?;
@@ -73,11 +79,18 @@ impl Gauges<'_> {
         let members = PHASES.into_iter().zip(instance.members);
         self.family("members", "Members, by the phase of their FluxNode", "phase", members)?;
         self.one("members_online", "Members whose broker is online, as the lead sees it", instance.online)?;
-        self.one("lead_online", "1 if the lead's broker is online", u64::from(instance.lead_online))?;
+        if let Some(is_online) = instance.lead_online {
+            let help = "1 if the lead's broker is online; absent until it has been online once";
+            self.one("lead_online", help, u64::from(is_online))?;
+        }
         self.one("epoch", "The epoch: it grows with each coordinated restart", instance.epoch)?;
         if let Some(at) = instance.dumped_at {
             let help = "When the newest dump of the queue was made, in seconds since 1970";
             self.one("dump_timestamp_seconds", help, at.unsigned_abs())?;
+        }
+        if let Some(every) = instance.dump_every {
+            let help = "How often the lead is to dump the queue (spec.state.dumpEvery); absent if it is not to";
+            self.one("dump_every_seconds", help, every)?;
         }
         Ok(())
     }

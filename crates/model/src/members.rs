@@ -72,8 +72,6 @@ struct Facts<'a> {
     is_ready: bool,
     /// The report is from the boot that the member's Node names, or the Node names none.
     is_of_this_boot: bool,
-    /// The member's Node exists.
-    has_node: bool,
     /// What the lead reports of jobs there.
     load: Load,
 }
@@ -165,18 +163,12 @@ impl<'a> Members<'a> {
 
     /// The facts about one rank, from the report of its own agent only.
     fn facts(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Facts<'a> {
-        let unknown = |state| Facts {
-            state,
-            report: None,
-            is_ready: false,
-            is_of_this_boot: false,
-            has_node: false,
-            load: Load::default(),
-        };
+        let unknown =
+            |state| Facts { state, report: None, is_ready: false, is_of_this_boot: false, load: Load::default() };
         let Some(member) = &entry.member else { return unknown(MemberState::Vacant) };
         let node = self.nodes.with_uid(&member.uid);
         let is_ready = node.is_some_and(|node| node.ready);
-        let without_broker = |state| Facts { is_ready, has_node: node.is_some(), ..unknown(state) };
+        let without_broker = |state| Facts { is_ready, ..unknown(state) };
         let Some(report) = seen.reports.get(&member.node) else { return without_broker(MemberState::NotReported) };
         let Some(adopted) = &report.adopted else { return without_broker(MemberState::NotRunning) };
         if adopted.rank != rank || adopted.epoch != self.epoch || adopted.instance_id != self.instance_id {
@@ -273,15 +265,14 @@ impl<'a> Members<'a> {
         self.state(rank) == MemberState::Online
     }
 
-    /// Whether status and messages show the member of `rank` as online. As [`Self::is_online`], but not of a lead whose Node is gone and
-    /// which no broker that is online hears: its last report stays. Decisions go by that report, because such a lead may live, and
+    /// Whether status and messages show the member of `rank` as online. As [`Self::is_online`], but not of a lead whose Node is gone or
+    /// not Ready, and which no broker that is online hears: its last report stays. Decisions go by that report, because such a lead may live, and
     /// brokers that come up can join it.
     pub fn is_shown_online(&self, rank: Rank) -> bool {
         let hears = |(other, facts): (&Rank, &Facts)| {
             facts.is_ready && facts.state == MemberState::Online && *other != 0 && !self.lost_by_lead.contains(other)
         };
-        let has_node = || self.ranks.get(&0).is_some_and(|lead| lead.has_node);
-        self.is_online(rank) && (rank != 0 || has_node() || self.ranks.iter().any(hears))
+        self.is_online(rank) && (rank != 0 || self.is_ready(0) || self.ranks.iter().any(hears))
     }
 
     /// True if the member of `rank` is [`MemberState::Lost`].

@@ -1,6 +1,6 @@
 //! What the planner tells Prometheus of the instance. Pure.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use api::{FluxInstanceStatus, FluxNodeStatus, NodePhase, Roster};
 use metrics::InstanceFacts;
@@ -9,12 +9,15 @@ use metrics::InstanceFacts;
 pub(super) fn measured(
     status: &FluxInstanceStatus,
     lead_online: bool,
+    dump_every: Option<Duration>,
     roster: Option<&Roster>,
     reports: &BTreeMap<String, FluxNodeStatus>,
 ) -> InstanceFacts {
     let mut facts = InstanceFacts {
         online: status.online.into(),
-        lead_online,
+        // While the first packages are installed, nothing is wrong.
+        lead_online: status.instance_id.is_some().then_some(lead_online),
+        dump_every: dump_every.map(|every| every.as_secs()),
         epoch: status.epoch,
         dumped_at: status.dump.as_ref().map(|kept| kept.dump.time.0.as_second()),
         ..InstanceFacts::default()
@@ -53,11 +56,14 @@ mod tests {
         let time = Time(Timestamp::from_second(77).unwrap());
         let dump = KeptDump { node: "a".to_owned(), dump: Dump { name: "d".to_owned(), time, bytes: 1 } };
         let status = FluxInstanceStatus { epoch: 3, online: 1, dump: Some(dump), ..FluxInstanceStatus::default() };
-        let facts = measured(&status, true, Some(&roster), &reports);
+        let facts = measured(&status, true, Some(Duration::from_mins(2)), Some(&roster), &reports);
         let counted: Vec<_> = PHASES.into_iter().zip(facts.members).filter(|(_, count)| *count > 0).collect();
         assert_eq!(counted, [("Installing", 1), ("Online", 1), ("Other", 2)]);
-        assert_eq!((facts.online, facts.lead_online, facts.epoch, facts.dumped_at), (1, true, 3, Some(77)));
-        assert_eq!(measured(&FluxInstanceStatus::default(), false, None, &reports), InstanceFacts::default());
+        assert_eq!((facts.online, facts.epoch, facts.dumped_at, facts.dump_every), (1, 3, Some(77), Some(120)));
+        assert_eq!(facts.lead_online, None, "the first packages are installed");
+        let established = FluxInstanceStatus { instance_id: Some("i".to_owned()), ..status };
+        assert_eq!(measured(&established, true, None, None, &reports).lead_online, Some(true));
+        assert_eq!(measured(&FluxInstanceStatus::default(), false, None, None, &reports), InstanceFacts::default());
     }
 
     /// So that a new phase gets its own series.

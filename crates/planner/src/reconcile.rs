@@ -32,7 +32,7 @@ use super::{
 };
 use api::{
     ANNOTATION_RESTART, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance, FluxInstanceStatus,
-    FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line,
+    FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line, parse_duration,
 };
 use base::error_chain;
 use cluster::{Announcer, ApiError, call, certificate, clock, published, store::Document};
@@ -327,7 +327,8 @@ impl Planner {
         let obstacle = foremost([obstacle, no_lead].into_iter().flatten());
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         let lead_online = planned.as_ref().is_some_and(|planned| planned.members.is_shown_online(0));
-        self.metrics.set_instance(Some(measured(&next, lead_online, roster, reports)));
+        let dump_every = flux.spec.state.dump_every.as_deref().and_then(parse_duration);
+        self.metrics.set_instance(Some(measured(&next, lead_online, dump_every, roster, reports)));
         let counts_only = flux.status.as_ref().is_some_and(|before| differ_by_counts(before, &next));
         let was_just_written = self.status_written.is_some_and(|written| written.elapsed() < count_pause(next.size));
         if counts_only && was_just_written {

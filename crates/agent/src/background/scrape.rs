@@ -119,6 +119,10 @@ fn bearer(headers: &HeaderMap) -> Option<&str> {
 fn answer(status: StatusCode, headers: &[(header::HeaderName, &'static str)], body: impl Into<Body>) -> Response {
     let mut response = Response::new(body.into());
     *response.status_mut() = status;
+    if status != StatusCode::OK {
+        // Else strangers could hold all connections by asking now and then.
+        response.headers_mut().insert(header::CONNECTION, header::HeaderValue::from_static("close"));
+    }
     for (name, value) in headers {
         response.headers_mut().insert(name, header::HeaderValue::from_static(value));
     }

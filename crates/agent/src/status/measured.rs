@@ -9,12 +9,12 @@ use crate::inputs::node_inputs::NodeInputs;
 /// Of this node.
 pub fn of_node(inputs: &NodeInputs) -> NodeFacts {
     let is_wanted = inputs.own_spec().is_some_and(|spec| spec.rank.is_some() && spec.want == Want::Run);
-    NodeFacts { broker_up: is_wanted.then(|| inputs.is_online()) }
+    NodeFacts { broker_up: is_wanted.then(|| inputs.is_online() && !inputs.broker.hangs(inputs.at)) }
 }
 
-/// Of the instance, as the broker of this node reports it; None if it is not the lead's, or has not reported yet.
+/// Of the instance, as the broker of this node reports it; None if it is not the lead's, has not reported yet, or hangs.
 pub fn of_lead(inputs: &NodeInputs) -> Option<LeadFacts> {
-    let instance = inputs.broker.instance.as_ref().filter(|_| inputs.runs_lead())?;
+    let instance = inputs.broker.instance.as_ref().filter(|_| inputs.runs_lead() && !inputs.broker.hangs(inputs.at))?;
     let ranks = &inputs.roster.as_ref()?.ranks;
     let members: IdSet = ranks.iter().filter(|(_, entry)| entry.member.is_some()).map(|(rank, _)| *rank).collect();
     let is_drained = |rank: u32| instance.drained.iter().any(|drained| drained.ranks.contains(rank));
