@@ -360,7 +360,7 @@ async fn submit_gang_job(client: &Client, kind: GangKind, cores: u32) -> JobId {
         record: JobRecord { gang, members: vec![member], threads: 1, queued: 0, pinned: None },
         slots: 1,
         cores,
-        spreads: false,
+        per_node: None,
         duration: 60,
         constraint: Constraint::Anywhere,
         urgency: DEFAULT_URGENCY,

@@ -81,6 +81,31 @@ pub fn room(allocatable: &Allocatable, usage: &Usage, wanted: &Requests) -> Opti
         .or_else(port)
 }
 
+/// How many pods with these requests a node with `usage` has room for.
+pub fn pods_in(allocatable: &Allocatable, usage: &Usage, wanted: &Requests) -> u64 {
+    let used = &usage.requests;
+    let fit = |allocatable: u64, used: u64, wanted: u64| {
+        allocatable.saturating_sub(used).checked_div(wanted).unwrap_or(u64::MAX)
+    };
+    let extended = wanted.extended.iter().map(|(name, wanted)| {
+        let amount = |of: &BTreeMap<String, u64>| of.get(name).copied().unwrap_or_default();
+        fit(amount(&allocatable.extended), amount(&used.extended), *wanted)
+    });
+    // One pod takes a port for itself.
+    let ports = if wanted.ports.is_empty() { u64::MAX } else { 1 };
+    [
+        fit(allocatable.pods, usage.pods, 1),
+        fit(allocatable.cpu, used.cpu, wanted.cpu),
+        fit(allocatable.memory, used.memory, wanted.memory),
+        fit(allocatable.ephemeral, used.ephemeral, wanted.ephemeral),
+        ports,
+    ]
+    .into_iter()
+    .chain(extended)
+    .min()
+    .unwrap_or_default()
+}
+
 /// The first reason for which `pod` can't be bound to `target`, with `usage` on it.
 pub fn check_pod(target: &Target, usage: &Usage, pod: &PodView) -> Option<Shortfall> {
     if !target.is_ready {

@@ -108,7 +108,7 @@ pub(crate) fn request(slots: u32, cores: u32) -> JobRequest {
         record: JobRecord { gang, members: (0..slots).map(member_pod).collect(), threads: 1, queued: 0, pinned: None },
         slots,
         cores,
-        spreads: false,
+        per_node: None,
         duration: 60,
         constraint: Constraint::Anywhere,
         urgency: 16,

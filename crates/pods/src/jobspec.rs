@@ -26,8 +26,8 @@ pub struct JobRequest {
     pub slots: u32,
     /// Cores of each slot.
     pub cores: u32,
-    /// Each slot is on a node of its own.
-    pub spreads: bool,
+    /// How many of the slots each node has; None if Flux may choose. It divides their number.
+    pub per_node: Option<u32>,
     /// Seconds. An estimate for backfill that nothing enforces, and never infinite: no reservation would be possible on a
     /// node where a job has no end.
     pub duration: u64,
@@ -40,9 +40,12 @@ pub struct JobRequest {
 impl JobRequest {
     /// The jobspec.
     pub fn jobspec(&self) -> Value {
-        let resources = match self.spreads {
-            false => slots(self.slots, self.cores),
-            true => json!({ "type": "node", "count": self.slots, "with": [slots(1, self.cores)] }),
+        let resources = match self.per_node {
+            None => slots(self.slots, self.cores),
+            Some(each) => {
+                let nodes = self.slots / each.max(1);
+                json!({ "type": "node", "count": nodes, "with": [slots(each, self.cores)] })
+            }
         };
         job(resources, &self.record.gang.to_string(), self.duration, &self.constraint, json!(self.record))
     }
@@ -91,8 +94,8 @@ pub struct Shape {
     pub slots: u32,
     /// Cores of each slot.
     pub cores: u32,
-    /// Each slot is on a node of its own.
-    pub spreads: bool,
+    /// How many of the slots each node has; None if Flux may choose.
+    pub per_node: Option<u32>,
     /// Where it may run.
     pub constraint: Constraint,
 }
@@ -101,13 +104,14 @@ impl Shape {
     /// Reads what [`JobRequest::jobspec`] has written; None for any other jobspec.
     pub fn read(jobspec: &Value) -> Option<Self> {
         let top = jobspec.pointer("/resources/0")?;
-        let spreads = top["type"] == "node";
-        let (slots, cores) = match spreads {
-            true => (number(&top["count"])?, read_slots(top.pointer("/with/0")?)?.1),
-            false => read_slots(top)?,
+        let nodes = (top["type"] == "node").then(|| number(&top["count"]));
+        let (each, cores) = if nodes.is_some() { read_slots(top.pointer("/with/0")?)? } else { read_slots(top)? };
+        let (slots, per_node) = match nodes {
+            Some(nodes) => (nodes?.checked_mul(each)?, Some(each)),
+            None => (each, None),
         };
         let constraint = Constraint::read(jobspec.pointer("/attributes/system/constraints"));
-        Some(Self { slots, cores, spreads, constraint })
+        Some(Self { slots, cores, per_node, constraint })
     }
 }
 
@@ -141,7 +145,7 @@ mod tests {
             record: JobRecord { gang, members: vec![member(0), member(1)], threads: 2, queued: 1500, pinned: None },
             slots: 2,
             cores: 4,
-            spreads: false,
+            per_node: None,
             duration: 86_400,
             constraint: Constraint::NotRanks([3].into_iter().collect()),
             urgency: 16,
@@ -175,23 +179,27 @@ mod tests {
     }
 
     #[test]
-    fn a_gang_that_spreads_asks_for_a_node_for_each_slot() {
-        let resources = JobRequest { spreads: true, constraint: Constraint::Anywhere, ..request() }.jobspec();
-        let slot = json!({"type": "slot", "count": 1, "label": "task", "with": [{"type": "core", "count": 4}]});
-        assert_eq!(resources["resources"], json!([{"type": "node", "count": 2, "with": [slot]}]));
-        assert_eq!(resources["attributes"]["system"].get("constraints"), None);
+    fn a_gang_may_ask_for_nodes_with_so_many_slots_each() {
+        for (per_node, nodes, slots) in [(1, 6, 1), (3, 2, 3)] {
+            let anywhere = JobRequest { slots: 6, constraint: Constraint::Anywhere, ..request() };
+            let jobspec = JobRequest { per_node: Some(per_node), ..anywhere }.jobspec();
+            let slot = json!({"type": "slot", "count": slots, "label": "task", "with": [{"type": "core", "count": 4}]});
+            assert_eq!(jobspec["resources"], json!([{"type": "node", "count": nodes, "with": [slot]}]));
+            assert_eq!(jobspec["attributes"]["system"].get("constraints"), None);
+        }
     }
 
     #[test]
     fn a_job_is_read_as_it_was_written() {
         for request in [
             request(),
-            JobRequest { spreads: true, ..request() },
+            JobRequest { per_node: Some(1), ..request() },
+            JobRequest { per_node: Some(2), slots: 8, ..request() },
             JobRequest { constraint: Constraint::Anywhere, ..request() },
         ] {
             let jobspec = request.jobspec();
-            let JobRequest { slots, cores, spreads, constraint, record, .. } = request;
-            assert_eq!(Shape::read(&jobspec), Some(Shape { slots, cores, spreads, constraint }));
+            let JobRequest { slots, cores, per_node, constraint, record, .. } = request;
+            assert_eq!(Shape::read(&jobspec), Some(Shape { slots, cores, per_node, constraint }));
             assert_eq!(JobRecord::read(&jobspec), Some(record));
         }
         assert_eq!(Shape::read(&json!({"resources": [{"type": "node", "count": 1}]})), None);

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use api::Rank;
 
 use crate::{
-    check::{Shortfall, room},
+    check::{Shortfall, pods_in, room},
     facts::{Facts, VolumeClaim},
     gangs::Gang,
     node_rules::selects,
@@ -22,6 +22,8 @@ pub struct Place {
     pub threads: u32,
     /// Cores of each slot: what the largest member holds.
     pub cores: u32,
+    /// How many of the slots each node is to have; None if Flux may choose.
+    pub per_node: Option<u32>,
     /// The ranks.
     pub ranks: BTreeSet<Rank>,
 }
@@ -128,7 +130,7 @@ pub fn place(gang: &Gang, pods: &[&PodView], limits: Limits) -> Result<Place, No
             continue;
         }
         let cores = cores(largest.cpu, target.threads);
-        let place = Place { threads: target.threads, cores, ranks: BTreeSet::new() };
+        let place = Place { threads: target.threads, cores, per_node: None, ranks: BTreeSet::new() };
         by_threads.entry(target.threads).or_insert(place).ranks.insert(target.rank);
     }
     let wanted = u32::try_from(pods.len()).unwrap_or(u32::MAX);
@@ -142,11 +144,41 @@ pub fn place(gang: &Gang, pods: &[&PodView], limits: Limits) -> Result<Place, No
     // The last of several maxima wins: the one with the fewest threads.
     let best = same.or_else(|| by_threads.values().rev().filter(|place| fits(place)).max_by_key(|place| slots(place)));
     let most = by_threads.values().map(slots).max();
-    best.cloned().ok_or_else(|| NoPlace {
-        nodes: limits.targets.len(),
-        reasons,
-        slots: most.map(|most| (most, wanted)),
-    })
+    let Some(mut best) = best.cloned() else {
+        return Err(NoPlace { nodes: limits.targets.len(), reasons, slots: most.map(|most| (most, wanted)) });
+    };
+    if spreads && wanted > 1 {
+        best.per_node = Some(1);
+    } else {
+        let cores = best.cores;
+        deal_out(&mut best, wanted, |rank| {
+            let target = limits.targets.get(&rank)?;
+            let pods = pods_in(&target.allocatable, limits.usage.foreign(&target.node), &largest);
+            Some((target.cores / cores, u32::try_from(pods).unwrap_or(u32::MAX)))
+        });
+    }
+    Ok(best)
+}
+
+/// Has the job name how many slots each node gets, if it must. Flux fills one node after the other, by cores alone. Where too few nodes
+/// have room for as many pods as their cores would take, such as nodes of many cores and few GPUs, what Flux gives would never fit. So each node gets
+/// the largest number that divides the pods equally and for which there are enough nodes; without such a number, Flux chooses.
+/// `room_on`: how many slots a rank's cores are, and how many of the pods fit there.
+fn deal_out(place: &mut Place, wanted: u32, room_on: impl Fn(Rank) -> Option<(u32, u32)>) {
+    let rooms: Vec<_> = place.ranks.iter().filter_map(|rank| Some((*rank, room_on(*rank)?))).collect();
+    let safe = rooms.iter().filter(|(_, (slots, pods))| *pods >= (*slots).min(wanted));
+    if safe.map(|(_, (slots, _))| u64::from(*slots)).sum::<u64>() >= u64::from(wanted) {
+        return;
+    }
+    let takes = |(slots, pods): (u32, u32), each: u32| slots.min(pods) >= each;
+    let is_enough = |each: &u32| {
+        let nodes = rooms.iter().filter(|(_, room)| takes(*room, *each)).count();
+        wanted.is_multiple_of(*each) && nodes as u64 >= u64::from(wanted / each)
+    };
+    if let Some(each) = (1..=wanted).rev().find(is_enough) {
+        place.per_node = Some(each);
+        place.ranks = rooms.iter().filter(|(_, room)| takes(*room, each)).map(|(rank, _)| *rank).collect();
+    }
 }
 
 fn reason_against(target: &Target, gang: &Gang, plans: &[&Plan], largest: &Requests, limits: Limits) -> Option<Reason> {

@@ -148,6 +148,29 @@ fn a_gang_runs_on_nodes_of_one_thread_count() {
 }
 
 #[test]
+fn slots_are_dealt_out_if_flux_would_put_more_pods_on_a_node_than_fit() {
+    for (what, size, cores, memory, expected) in [
+        ("each node takes all", 4, [4, 4, 4], [4, 4, 4], (None, vec![0, 1, 2])),
+        ("enough nodes take as many as they have cores", 6, [4, 4, 4], [4, 1, 4], (None, vec![0, 1, 2])),
+        ("two on each", 4, [4, 4, 4], [2, 3, 1], (Some(2), vec![0, 1])),
+        ("one on each", 3, [4, 4, 4], [2, 2, 2], (Some(1), vec![0, 1, 2])),
+        ("one node takes all", 4, [4, 8, 8], [1, 5, 1], (None, vec![0, 1, 2])),
+        ("by cores", 4, [2, 4, 4], [1, 2, 2], (Some(2), vec![1, 2])),
+        ("not equally", 5, [4, 4, 4], [2, 2, 2], (None, vec![0, 1, 2])),
+        ("a single pod", 1, [4, 4, 4], [1, 1, 1], (None, vec![0, 1, 2])),
+    ] {
+        let mut targets = targets(&cores);
+        for (target, memory) in targets.values_mut().zip(memory) {
+            target.allocatable.memory = memory;
+        }
+        let mut pods: Vec<_> = (0..size).map(|n| annotated(&format!("p{n}"), "g", size)).collect();
+        pods.iter_mut().for_each(|pod| pod.requests.memory = 1);
+        let place = placed(&pods, &targets, &[], &Facts::default(), None).unwrap();
+        assert_eq!((place.per_node, place.ranks.into_iter().collect()), expected, "{what}");
+    }
+}
+
+#[test]
 fn a_gang_that_fits_on_no_idle_nodes_is_told_why() {
     let gang = |count: u32, change: fn(&mut PodView)| -> Vec<_> {
         let mut pods: Vec<_> = (0..count).map(|n| annotated(&format!("p{n}"), "g", count)).collect();

@@ -217,7 +217,7 @@ fn victims<'a>(
 /// How many slots of `shape` have room in so many cores of one rank.
 fn slots_in(cores: u32, shape: &Shape) -> u32 {
     let slots = cores / shape.cores.max(1);
-    if shape.spreads { slots.min(1) } else { slots }
+    shape.per_node.map_or(slots, |each| if slots < each { 0 } else { each })
 }
 
 /// Takes from `free` what a job of this shape is about to get. If it does not fit, it takes every rank where it may run: what comes free there

@@ -31,7 +31,7 @@ pub(super) fn request(
         record: record(round, gang, pods, place.threads, None),
         slots: u32::try_from(pods.len()).unwrap_or(u32::MAX),
         cores: place.cores,
-        spreads: gang.spreads() && pods.len() > 1,
+        per_node: place.per_node,
         duration: duration(round, gang, pods),
         constraint: Constraint::of(&place.ranks, &round.members),
         urgency: urgency(priority(pods.iter().copied())),
@@ -48,7 +48,7 @@ pub(super) fn pin(round: &Round, gang: &Gang, pods: &[&PodView], rank: Rank) -> 
         record: record(round, gang, pods, target.threads, Some(rank)),
         slots,
         cores: largest,
-        spreads: false,
+        per_node: None,
         duration: duration(round, gang, pods),
         constraint: Constraint::Ranks([rank].into_iter().collect()),
         urgency: USED_CORES_URGENCY,
@@ -59,7 +59,7 @@ pub(super) fn pin(round: &Round, gang: &Gang, pods: &[&PodView], rank: Rank) -> 
 pub(super) fn is_as_wanted(round: &Round, job: &GangJob, request: &JobRequest) -> bool {
     let shape = &job.shape;
     let permits = |constraint: &Constraint, rank: &Rank| constraint.permits(*rank);
-    (shape.slots, shape.cores, shape.spreads) == (request.slots, request.cores, request.spreads)
+    (shape.slots, shape.cores, shape.per_node) == (request.slots, request.cores, request.per_node)
         && round.members.iter().all(|rank| permits(&shape.constraint, rank) == permits(&request.constraint, rank))
 }
 

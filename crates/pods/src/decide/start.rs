@@ -22,7 +22,7 @@ use crate::{
     gangs::Gang,
     jobs::JobState,
     jobspec::JobRequest,
-    place::NoPlace,
+    place::{Limits, NoPlace, place},
     pod::PodView,
     record::PodRecord,
     requests::cores,
@@ -185,6 +185,14 @@ pub(super) fn bind(round: &mut Round, gang: &Gang, held: &Held, pod: &PodView, s
 /// fit beside all that is there today.
 pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&PodView]) -> BTreeSet<Rank> {
     let Some(mut avoided) = memory.avoided.remove(&gang.id) else { return BTreeSet::new() };
+    let limits = Limits {
+        targets: &round.world.targets,
+        usage: &round.usage,
+        facts: &round.world.facts,
+        avoided: &BTreeSet::new(),
+        threads: None,
+    };
+    let per_node = place(gang, pods, limits).ok().and_then(|place| place.per_node);
     avoided.retain(|rank| {
         let Some(target) = round.world.targets.get(rank) else { return false };
         let slots = pods.iter().map(|pod| cores(pod.requests.cpu, target.threads)).max().unwrap_or(1);
@@ -194,7 +202,7 @@ pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&
         }
         let most = usize::try_from(round.may_be_free(target) / slots).unwrap_or(usize::MAX);
         let mut usage = round.usage.all(&target.node).clone();
-        let most = if gang.spreads() { most.min(1) } else { most };
+        let most = per_node.map_or(most, |each| most.min(each as usize));
         pods.iter().take(most.max(1)).any(|pod| {
             let fails = check_pod(target, &usage, pod).is_some();
             usage.add(&pod.requests);

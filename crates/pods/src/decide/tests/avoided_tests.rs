@@ -49,16 +49,49 @@ fn nodes_that_were_left_out_count_again_once_host_jobs_leave_no_more_than_fits()
         let (node, bound) = (Some(node.into()), Some(BEGIN));
         bed.create([PodView { is_bridged: false, plan: None, node, bound, ..other }]);
     }
-    bed.create(gang("g", 4));
+    // Three can't be dealt out equally to two nodes.
+    bed.create(gang("g", 3));
     bed.settle();
-    // Flux would give it all four cores of one node, where two are left.
+    // Flux would give it three cores of one node, where two are left.
     assert!(bed.told("g0").contains("2 where its pods did not fit"), "{}", bed.told("g0"));
     for rank in ["0", "1"] {
         bed.submit_host_job_on(rank, 2);
     }
     bed.pass(60 * SECOND);
     let bound: Vec<_> = bed.bound().into_iter().filter(|pod| pod.starts_with('g')).collect();
-    assert_eq!(bound, ["g0@node0", "g1@node0", "g2@node1", "g3@node1"]);
+    assert_eq!(bound, ["g0@node0", "g1@node0", "g2@node1"]);
+}
+
+#[test]
+fn a_gang_runs_on_nodes_that_have_more_cores_than_gpus() {
+    for (gpus, size, expected) in [
+        (vec![1, 1, 0], 2, vec!["g0@node0", "g1@node1"]),
+        (vec![2, 3, 1], 4, vec!["g0@node0", "g1@node0", "g2@node1", "g3@node1"]),
+        (vec![0, 4, 1], 4, vec!["g0@node1", "g1@node1", "g2@node1", "g3@node1"]),
+        (vec![1, 1, 0], 3, vec![]),
+    ] {
+        let mut bed = Bed::new(&[8, 8, 8]);
+        for (rank, gpus) in (0..).zip(&gpus) {
+            bed.seen.targets.get_mut(&rank).unwrap().allocatable.extended = [("gpu".to_owned(), *gpus)].into();
+        }
+        let with_gpu = |mut pod: PodView| {
+            pod.requests.extended = [("gpu".to_owned(), 1)].into();
+            pod
+        };
+        bed.create(gang("g", size).into_iter().map(with_gpu));
+        bed.pass(60 * SECOND);
+        assert_eq!(bed.bound(), expected, "{gpus:?}");
+        let again = bed.done.iter().filter(|action| matches!(action, Action::Resubmit { .. })).count();
+        assert!(again == 0 || expected.is_empty(), "{gpus:?}: asked for {again} times again");
+        if expected.is_empty() {
+            assert!(bed.told("g0").contains("gpu"), "{}", bed.told("g0"));
+        }
+        // What is free beside it goes to a single pod.
+        bed.create([with_gpu(pod("single", 1))]);
+        bed.pass(60 * SECOND);
+        let left = gpus.iter().sum::<u64>() > expected.len() as u64;
+        assert_eq!(bed.bound().len(), expected.len() + usize::from(left), "{gpus:?}");
+    }
 }
 
 #[test]

@@ -355,7 +355,7 @@ impl Bed {
             Some(Shadow { nodes, cores, .. }) => Shape {
                 slots: u32::try_from(nodes.len()).unwrap(),
                 cores,
-                spreads: true,
+                per_node: Some(1),
                 constraint: Constraint::Ranks(nodes.into_keys().collect()),
             },
             None => Shape::read(jobspec).unwrap(),
@@ -372,8 +372,11 @@ impl Bed {
                 None => true,
             };
             let free: Vec<u32> = (0..target.cores).filter(is_free).collect();
-            let most = if shape.spreads { 1 } else { usize::MAX };
+            let most = shape.per_node.map_or(usize::MAX, |each| each as usize);
             let chunks = free.chunks_exact(shape.cores as usize).take(most);
+            if shape.per_node.is_some() && chunks.len() < most {
+                continue;
+            }
             found.extend(chunks.map(|cores| Slot { rank: *rank, cores: cores.iter().copied().collect() }));
         }
         found.truncate(wanted);
