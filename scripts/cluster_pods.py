@@ -89,24 +89,21 @@ class Pods(PodCluster):
 
     def gpus(self):
         """Two nodes have a GPU each, as a device plugin declares it. What requests one runs there alone, a gang of two on both; a pod that
-        finds none free waits, names it, and gets the first that is."""
+        finds none free waits, says so, and gets the first that is."""
         two = [node for node in self.nodes if node != self.instance()["status"]["lead"]][:2]
         self.declare_gpu("add", two)
         try:
             self.create(*[self.with_gpu(pod) for pod in self.members("pair", 2)])
-            self.until_running(2)
-            self.create(self.with_gpu(self.a_pod("third")), *[self.a_pod(f"beside{number}") for number in range(self.room - 2)])
-            self.have_own_cores(self.room)
+            self.have_own_cores(2)
             if self.nodes_of("pair") != sorted(two):
                 raise Wrong(f"{self.nodes_of('pair')} have the gang, {two} the GPUs")
-            kubectl("delete", "pod", "beside0", "beside1")
-            until("the pod that waits names the GPU", lambda: self.tells("third", GPU))
-            self.have_own_cores(self.room - 2)
+            self.create(self.with_gpu(self.a_pod("third")))
+            until("the pod that waits says why", lambda: self.tells("third", "did not fit"))
+            self.have_own_cores(2)
             kubectl("delete", "pod", "pair-0", "pair-1")
-            until("the pod that has waited runs", lambda: "third" in self.running() or self.pods()["third"]["status"])
+            self.have_own_cores(1)
             if not set(self.nodes_of("third")) <= set(two):
                 raise Wrong(f"{self.nodes_of('third')} has no GPU")
-            self.have_own_cores(self.room - 3)
             self.none_failed()
         finally:
             self.declare_gpu("remove", two)
