@@ -106,6 +106,8 @@ pub struct Limits<'a> {
     pub avoided: &'a BTreeSet<Rank>,
     /// If possible, ranks with this many threads a core: what a job was submitted for.
     pub threads: Option<u32>,
+    /// What Flux gave before, by cores alone, has not fitted: see [`Place::per_node`].
+    pub deals_out: bool,
 }
 
 /// Where `pods` of `gang`, with one slot each, may run: on ranks of one thread count, on each of which the largest of them has
@@ -149,7 +151,7 @@ pub fn place(gang: &Gang, pods: &[&PodView], limits: Limits) -> Result<Place, No
     };
     if spreads && wanted > 1 {
         best.per_node = Some(1);
-    } else {
+    } else if limits.deals_out {
         let cores = best.cores;
         deal_out(&mut best, wanted, |rank| {
             let target = limits.targets.get(&rank)?;
@@ -172,8 +174,8 @@ fn deal_out(place: &mut Place, wanted: u32, room_on: impl Fn(Rank) -> Option<(u3
     }
     let takes = |(slots, pods): (u32, u32), each: u32| slots.min(pods) >= each;
     let is_enough = |each: &u32| {
-        let nodes = rooms.iter().filter(|(_, room)| takes(*room, *each)).count();
-        wanted.is_multiple_of(*each) && nodes as u64 >= u64::from(wanted / each)
+        let nodes = || rooms.iter().filter(|(_, room)| takes(*room, *each)).count();
+        wanted.is_multiple_of(*each) && nodes() as u64 >= u64::from(wanted / each)
     };
     if let Some(each) = (1..=wanted).rev().find(is_enough) {
         place.per_node = Some(each);

@@ -26,13 +26,22 @@ fn placed(
     facts: &Facts,
     threads: Option<u32>,
 ) -> Result<Place, NoPlace> {
+    placed_again(pods, (targets, others, facts), threads, false)
+}
+
+fn placed_again(
+    pods: &[PodView],
+    (targets, others, facts): (&BTreeMap<Rank, Target>, &[PodView], &Facts),
+    threads: Option<u32>,
+    deals_out: bool,
+) -> Result<Place, NoPlace> {
     let (namespaces, listed) = (BTreeSet::from(["default".to_owned()]), BTreeMap::new());
     let gangs: Vec<Gang> =
         gangs(pods, Known { facts, namespaces: &namespaces, doubtful: &NONE, max_gang: 100, listed: &listed }, 0);
     assert_eq!(gangs.len(), 1);
     let usage = UsageByNode::of(others, |pod| !pod.is_bridged, 0);
     let members: Vec<_> = gangs[0].waiting().collect();
-    place(&gangs[0], &members, Limits { targets, usage: &usage, facts, avoided: &BTreeSet::new(), threads })
+    place(&gangs[0], &members, Limits { targets, usage: &usage, facts, avoided: &BTreeSet::new(), threads, deals_out })
 }
 
 fn on(node: &str, pod: PodView) -> PodView {
@@ -148,7 +157,7 @@ fn a_gang_runs_on_nodes_of_one_thread_count() {
 }
 
 #[test]
-fn slots_are_dealt_out_if_flux_would_put_more_pods_on_a_node_than_fit() {
+fn slots_are_dealt_out_once_flux_has_put_more_pods_on_a_node_than_fit() {
     for (what, size, cores, memory, expected) in [
         ("each node takes all", 4, [4, 4, 4], [4, 4, 4], (None, vec![0, 1, 2])),
         ("enough nodes take as many as they have cores", 6, [4, 4, 4], [4, 1, 4], (None, vec![0, 1, 2])),
@@ -165,7 +174,8 @@ fn slots_are_dealt_out_if_flux_would_put_more_pods_on_a_node_than_fit() {
         }
         let mut pods: Vec<_> = (0..size).map(|n| annotated(&format!("p{n}"), "g", size)).collect();
         pods.iter_mut().for_each(|pod| pod.requests.memory = 1);
-        let place = placed(&pods, &targets, &[], &Facts::default(), None).unwrap();
+        assert_eq!(placed(&pods, &targets, &[], &Facts::default(), None).unwrap().per_node, None, "{what}");
+        let place = placed_again(&pods, (&targets, &[], &Facts::default()), None, true).unwrap();
         assert_eq!((place.per_node, place.ranks.into_iter().collect()), expected, "{what}");
     }
 }

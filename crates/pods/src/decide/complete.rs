@@ -139,7 +139,7 @@ fn elsewhere<'a>(
     failing: &BTreeSet<Rank>,
     queue: &mut Vec<WaitingJob<'a>>,
 ) -> Progress {
-    let mut avoided = avoided(round, memory, gang, &[pod]);
+    let mut avoided = avoided(round, memory, gang, &[pod], false);
     avoided.extend(failing);
     if !avoided.is_empty() {
         memory.avoided.insert(gang.id.clone(), avoided.clone());
@@ -157,6 +157,6 @@ fn elsewhere<'a>(
         return Progress { needed: [held.job.id].into(), words: Words::queued(round, held.job, held.job.submitted) };
     }
     let threads = holdings.jobs.first().map(|held| held.gang_job.record.threads);
-    let request = request(round, gang, &[pod], &avoided, threads);
+    let request = request(round, gang, &[pod], &avoided, (threads, false));
     ask(round, gang, request.map(|request| JobRequest { urgency: FIRST_URGENCY, ..request }), pending, queue)
 }

@@ -16,6 +16,8 @@ use crate::{
 pub struct Memory {
     /// Ranks on which the pods of a gang did not fit when it had been given resources there.
     pub(super) avoided: BTreeMap<GangId, BTreeSet<Rank>>,
+    /// Gangs of which more pods than fit had been given one node: their slots are dealt out to nodes ([`crate::place::Place::per_node`]).
+    pub(super) dealt_out: BTreeSet<GangId>,
     /// When each gang first came into the queue. Remembered here, so that a gang keeps its place while no node can take it and it has no
     /// job. A gang that is not whole any more loses its place.
     pub(super) first_queued: BTreeMap<GangId, Moment>,
@@ -96,6 +98,8 @@ pub(super) struct RecoveryMemory {
     pub gangs: BTreeMap<GangId, Asked>,
     /// Those for which a job was refused.
     pub given_up: BTreeSet<GangId>,
+    /// Those whose job was spoiled: Flux was giving it resources.
+    pub spoiled: BTreeSet<GangId>,
     /// The ranks for which a shadow job was refused.
     pub given_up_ranks: BTreeSet<Rank>,
 }

@@ -174,6 +174,7 @@ fn serve(round: &mut Round, memory: &mut Memory) -> Report {
     }
     let known: BTreeSet<&GangId> = gangs.iter().map(|(gang, _)| &gang.id).collect();
     memory.avoided.retain(|gang, _| known.contains(gang));
+    memory.dealt_out.retain(|gang| known.contains(gang));
     memory.incomplete.retain(|gang, _| known.contains(gang));
     round.first_queued.retain(|gang, _| known.contains(gang));
     let left: Vec<_> = round.gangs_with_jobs().into_iter().filter(|gang| !known.contains(gang)).collect();

@@ -4,20 +4,32 @@
 use std::{cmp::Reverse, collections::BTreeMap};
 
 use super::{
-    queue::{QueuePlace, WaitingJob, may_change_at},
+    queue::{QueuePlace, WaitingJob, may_change_at, priority},
     round::Round,
 };
-use crate::{action::Action, gangs::Gang, jobspec::JobRequest, record::GangId};
+use crate::{
+    action::Action,
+    gangs::Gang,
+    jobspec::{FIRST_URGENCY, JobRequest, urgency},
+    record::GangId,
+};
 
 /// Submits again the jobs of gangs that came later than one behind them.
 pub(super) fn keep_order(round: &mut Round, mut queue: Vec<WaitingJob>) {
-    let again: Vec<_> = round.actions.iter().chain(&round.world.under_way).filter_map(submitted_again).collect();
+    let again = round.actions.iter().chain(&round.world.under_way).filter_map(submitted_again);
+    // Such an action is dropped for now: [`super::may_begin`].
+    let again: Vec<_> = again.filter(|request| !round.world.refused.contains_key(&request.record.gang)).collect();
     // For each urgency, the first place of the jobs that have been looked at: from the last in the queue to the first. What is being submitted
     // again will be last.
     let mut first = BTreeMap::new();
     if !again.is_empty() {
         let gangs: BTreeMap<&GangId, &Gang> = round.gangs.iter().map(|(gang, _)| (&gang.id, gang)).collect();
-        let place = |request: &JobRequest| Some(QueuePlace::of(gangs.get(&request.record.gang)?, &request.record));
+        let place = |request: &JobRequest| {
+            let gang = gangs.get(&request.record.gang)?;
+            // Where an administrator has put it, it stays, and so do the others.
+            let is_own = [FIRST_URGENCY, urgency(priority(gang.waiting()))].contains(&request.urgency);
+            is_own.then(|| QueuePlace::of(gang, &request.record))
+        };
         first = first_places(again.into_iter().filter_map(|request| Some((request.urgency, place(request)?))));
         // A job that is only submitted would overtake one that has to be cancelled before. The next round has it again.
         let overtakes = |request: &JobRequest| {

@@ -26,7 +26,7 @@ use super::{
     request::request,
     round::Round,
     shadows,
-    start::avoided,
+    start::{avoided, deals_out},
 };
 use crate::{
     action::Action,
@@ -87,7 +87,7 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
         memory.recovery.given_up.clear();
         memory.recovery.given_up_ranks.clear();
     }
-    if cancel_spoiled(round) {
+    if cancel_spoiled(round, &mut memory.recovery.spoiled) {
         return Recovery::Cancel;
     }
     note_refusals(round, memory);
@@ -139,12 +139,13 @@ pub(super) fn recover(round: &mut Round, memory: &mut Memory) -> Recovery {
 
 /// Cancels the jobs of which [`Job::is_spoiled`] tells, before the scheduler gives them anything; what they were for is asked for again. True
 /// if there are any.
-fn cancel_spoiled(round: &mut Round) -> bool {
+fn cancel_spoiled(round: &mut Round, gangs: &mut BTreeSet<GangId>) -> bool {
     let jobs = round.jobs;
     let spoiled: Vec<_> = jobs.of_gangs().filter(|(job, _)| job.is_spoiled).collect();
     for (job, gang_job) in &spoiled {
         let gang = &gang_job.record.gang;
-        if !round.is_busy(gang) {
+        gangs.insert(gang.clone());
+        if !round.is_busy(gang) && !round.has_unseen(&gang_job.record) {
             let note = format!("{OUR_NOTE}Flux has stored resources for this job and does not know it");
             round.actions.push(Action::Cancel { job: job.id, gang: gang.clone(), note });
         }
@@ -219,7 +220,8 @@ fn may_wait_for(memory: &Memory, gang: &GangId) -> bool {
 
 /// A gang of which nothing is bound is asked for as a whole, before all others.
 fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, holdings: &Holdings<'a>) -> Again {
-    let was_given = holdings.jobs.iter().any(|held| !held.slots.is_empty());
+    let was_given =
+        memory.recovery.spoiled.contains(&gang.id) || holdings.jobs.iter().any(|held| !held.slots.is_empty());
     let is_asked = holdings.jobs.iter().any(|held| held.job.state == JobState::Pending && held.is_whole(gang.size));
     if !was_given || is_asked || gang.problem.is_some() {
         return Again::Asked;
@@ -228,8 +230,9 @@ fn ask_again<'a>(round: &mut Round<'a>, memory: &mut Memory, gang: &Gang<'a>, ho
         return Again::Paused;
     }
     let pods: Vec<&PodView> = gang.waiting().collect();
-    let avoided = avoided(round, memory, gang, &pods);
-    let Ok(request) = request(round, gang, &pods, &avoided, None) else { return Again::Asked };
+    let deals_out = deals_out(memory, gang, holdings);
+    let avoided = avoided(round, memory, gang, &pods, deals_out);
+    let Ok(request) = request(round, gang, &pods, &avoided, (None, deals_out)) else { return Again::Asked };
     let request = JobRequest { urgency: FIRST_URGENCY, ..request };
     round.actions.push(Action::Submit(Box::new(request)));
     Again::Submitting

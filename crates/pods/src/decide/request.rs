@@ -17,16 +17,16 @@ use crate::{
     world::World,
 };
 
-/// The job for `pods` of `gang`, anywhere but on `avoided`. `threads`: see [`Limits`].
+/// The job for `pods` of `gang`, anywhere but on `avoided`. `threads` and `deals_out`: see [`Limits`].
 pub(super) fn request(
     round: &Round,
     gang: &Gang,
     pods: &[&PodView],
     avoided: &BTreeSet<Rank>,
-    threads: Option<u32>,
+    (threads, deals_out): (Option<u32>, bool),
 ) -> Result<JobRequest, NoPlace> {
     let World { targets, facts, .. } = round.world;
-    let place = place(gang, pods, Limits { targets, usage: &round.usage, facts, avoided, threads })?;
+    let place = place(gang, pods, Limits { targets, usage: &round.usage, facts, avoided, threads, deals_out })?;
     Ok(JobRequest {
         record: record(round, gang, pods, place.threads, None),
         slots: u32::try_from(pods.len()).unwrap_or(u32::MAX),

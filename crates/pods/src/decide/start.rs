@@ -53,13 +53,14 @@ pub(super) fn start<'a>(
             && pods.iter().all(|pod| is_large_enough((held.job, held.gang_job), pod))
     };
     let whole: Vec<_> = holdings.jobs.iter().filter(fits).collect();
-    let avoided = avoided(round, memory, gang, &pods);
+    let deals_out = deals_out(memory, gang, holdings);
+    let avoided = avoided(round, memory, gang, &pods, deals_out);
     if let Some(held) = whole.iter().find(|held| !held.slots.is_empty()) {
-        return bind_all(round, memory, gang, &pods, held, avoided);
+        return bind_all(round, memory, gang, &pods, held, (avoided, deals_out));
     }
     let newest = whole.last().copied();
     let threads = newest.map(|held| held.gang_job.record.threads);
-    let request = request(round, gang, &pods, &avoided, threads);
+    let request = request(round, gang, &pods, &avoided, (threads, deals_out));
     ask(round, gang, request, newest.filter(|held| held.job.state == JobState::Pending), queue)
 }
 
@@ -118,7 +119,7 @@ fn bind_all(
     gang: &Gang,
     pods: &[&PodView],
     held: &Held,
-    mut avoided: BTreeSet<Rank>,
+    (mut avoided, deals_out): (BTreeSet<Rank>, bool),
 ) -> Progress {
     let dealt: Vec<_> = pods.iter().zip(&held.slots).map(|(pod, (slot, _))| (*pod, *slot)).collect();
     let ranks: Vec<_> = dealt.iter().map(|(pod, slot)| (*pod, slot.rank)).collect();
@@ -135,10 +136,24 @@ fn bind_all(
         }
         return Progress { needed, words: None };
     }
-    avoided.extend(failing.keys());
     avoided.extend(owed);
-    memory.avoided.insert(gang.id.clone(), avoided.clone());
-    match request(round, gang, pods, &avoided, Some(held.gang_job.record.threads)) {
+    let threads = Some(held.gang_job.record.threads);
+    let is_first = !deals_out && !failing.is_empty();
+    let dealt = request(round, gang, pods, &avoided, (threads, true));
+    let next = match dealt {
+        Ok(dealt) if is_first && dealt.per_node.is_some() => {
+            memory.dealt_out.insert(gang.id.clone());
+            Ok(dealt)
+        }
+        _ => {
+            avoided.extend(failing.keys());
+            request(round, gang, pods, &avoided, (threads, deals_out))
+        }
+    };
+    if !avoided.is_empty() {
+        memory.avoided.insert(gang.id.clone(), avoided);
+    }
+    match next {
         Ok(request) => {
             round.resubmit(held.job, request);
             Progress { needed, words: None }
@@ -181,9 +196,21 @@ pub(super) fn bind(round: &mut Round, gang: &Gang, held: &Held, pod: &PodView, s
     })));
 }
 
+/// True if Flux is not to choose how many slots of the gang each node has: what it gave by cores alone did not fit.
+pub(super) fn deals_out(memory: &Memory, gang: &Gang, holdings: &Holdings) -> bool {
+    // The second also tells an agent that has restarted.
+    memory.dealt_out.contains(&gang.id) || holdings.jobs.iter().any(|held| held.gang_job.shape.per_node.is_some())
+}
+
 /// The ranks that the gang must avoid still: those on which as many of its pods as Flux may give it slots there would not
 /// fit beside all that is there today.
-pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&PodView]) -> BTreeSet<Rank> {
+pub(super) fn avoided(
+    round: &Round,
+    memory: &mut Memory,
+    gang: &Gang,
+    pods: &[&PodView],
+    deals_out: bool,
+) -> BTreeSet<Rank> {
     let Some(mut avoided) = memory.avoided.remove(&gang.id) else { return BTreeSet::new() };
     let limits = Limits {
         targets: &round.world.targets,
@@ -191,6 +218,7 @@ pub(super) fn avoided(round: &Round, memory: &mut Memory, gang: &Gang, pods: &[&
         facts: &round.world.facts,
         avoided: &BTreeSet::new(),
         threads: None,
+        deals_out,
     };
     let per_node = place(gang, pods, limits).ok().and_then(|place| place.per_node);
     avoided.retain(|rank| {

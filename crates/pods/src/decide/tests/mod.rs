@@ -294,6 +294,28 @@ fn a_job_keeps_the_urgency_that_an_administrator_has_given_it() {
 }
 
 #[test]
+fn a_job_that_an_administrator_has_put_back_moves_no_other_when_it_is_submitted_again() {
+    let mut bed = Bed::busy(&[1, 1]);
+    let label = |bed: &mut Bed, rank| {
+        bed.seen.targets.get_mut(&rank).unwrap().labels.insert("gpu".into(), "yes".into());
+    };
+    label(&mut bed, 0);
+    bed.create([pod("first", 1), pod("second", 1)]);
+    let mut high = PodView { priority: 1000, ..pod("high", 1) };
+    plan(&mut high).rules.selector.insert("gpu".into(), "yes".into());
+    bed.create([high]);
+    bed.pass(10 * SECOND);
+    let id = *bed.jobs.iter().find(|(_, job)| job.urgency > 16).unwrap().0;
+    bed.jobs.get_mut(&id).unwrap().urgency = 16;
+    bed.show_job(id, json!([{"name": "urgency", "urgency": 16}]), None, None, 0);
+    bed.done.clear();
+    label(&mut bed, 1);
+    bed.pass(60 * SECOND);
+    let again = bed.done.iter().filter(|action| matches!(action, Action::Resubmit { .. })).count();
+    assert_eq!(again, 1, "{:?}", bed.shown_jobs());
+}
+
+#[test]
 fn a_gang_that_could_not_be_submitted_sooner_is_behind_those_that_waited() {
     let mut bed = Bed::busy(&[2, 2]);
     let mut late = pod("late", 1);

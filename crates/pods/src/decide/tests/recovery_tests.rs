@@ -160,6 +160,20 @@ fn a_job_that_would_make_flux_give_up_its_scheduler_is_cancelled_before_the_queu
 }
 
 #[test]
+fn a_gang_whose_job_was_spoiled_keeps_its_turn() {
+    let mut bed = Bed::busy(&[1]);
+    for name in ["old", "young"] {
+        bed.create([pod(name, 1)]);
+        bed.pass(10 * SECOND);
+    }
+    // Of the host job, nothing is left after the restart.
+    bed.spoiled = [JobId(2)].into();
+    bed.restart_broker(|_| true, false);
+    bed.settle();
+    assert_eq!(bed.bound(), ["old@node0"]);
+}
+
+#[test]
 fn a_scheduler_that_has_gone_offline_is_told() {
     let mut bed = running();
     bed.broker().queues = Queues::Offline;
