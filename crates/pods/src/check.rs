@@ -58,52 +58,44 @@ impl Shortfall {
     }
 }
 
+/// What is left of each resource that a pod may ask for on a node with `usage`, and how much of it is `wanted`: name, free, wanted.
+fn resources<'a>(
+    allocatable: &'a Allocatable,
+    usage: &'a Usage,
+    wanted: &'a Requests,
+) -> impl Iterator<Item = (&'a str, u64, u64)> {
+    let used = &usage.requests;
+    let extended = wanted.extended.iter().map(|(name, wanted)| {
+        let amount = |of: &BTreeMap<String, u64>| of.get(name).copied().unwrap_or_default();
+        (name.as_str(), amount(&allocatable.extended), amount(&used.extended), *wanted)
+    });
+    [
+        ("pods", allocatable.pods, usage.pods, 1),
+        ("cpu", allocatable.cpu, used.cpu, wanted.cpu),
+        ("memory", allocatable.memory, used.memory, wanted.memory),
+        ("ephemeral-storage", allocatable.ephemeral, used.ephemeral, wanted.ephemeral),
+    ]
+    .into_iter()
+    .chain(extended)
+    .map(|(name, allocatable, used, wanted)| (name, allocatable.saturating_sub(used), wanted))
+}
+
 /// The first reason for which a node with `usage` has no room for a pod.
 pub fn room(allocatable: &Allocatable, usage: &Usage, wanted: &Requests) -> Option<Shortfall> {
-    let used = &usage.requests;
-    let short = |resource: &str, allocatable: u64, used: u64, wanted: u64| {
-        let free = allocatable.saturating_sub(used);
-        (wanted > free).then(|| Shortfall::Room { resource: resource.to_owned(), free, wanted })
-    };
-    let extended = || {
-        wanted.extended.iter().find_map(|(name, wanted)| {
-            let amount = |of: &BTreeMap<String, u64>| of.get(name).copied().unwrap_or_default();
-            short(name, amount(&allocatable.extended), amount(&used.extended), *wanted)
-        })
-    };
-    let port =
-        || wanted.ports.iter().find(|port| port.conflicts_with_any(&used.ports)).map(|port| Shortfall::Port(port.port));
-    short("pods", allocatable.pods, usage.pods, 1)
-        .or_else(|| short("cpu", allocatable.cpu, used.cpu, wanted.cpu))
-        .or_else(|| short("memory", allocatable.memory, used.memory, wanted.memory))
-        .or_else(|| short("ephemeral-storage", allocatable.ephemeral, used.ephemeral, wanted.ephemeral))
-        .or_else(extended)
-        .or_else(port)
+    let short = resources(allocatable, usage, wanted).find(|(_, free, wanted)| wanted > free);
+    let port = || wanted.ports.iter().find(|port| port.conflicts_with_any(&usage.requests.ports));
+    match short {
+        Some((resource, free, wanted)) => Some(Shortfall::Room { resource: resource.to_owned(), free, wanted }),
+        None => port().map(|port| Shortfall::Port(port.port)),
+    }
 }
 
 /// How many pods with these requests a node with `usage` has room for.
 pub fn pods_in(allocatable: &Allocatable, usage: &Usage, wanted: &Requests) -> u64 {
-    let used = &usage.requests;
-    let fit = |allocatable: u64, used: u64, wanted: u64| {
-        allocatable.saturating_sub(used).checked_div(wanted).unwrap_or(u64::MAX)
-    };
-    let extended = wanted.extended.iter().map(|(name, wanted)| {
-        let amount = |of: &BTreeMap<String, u64>| of.get(name).copied().unwrap_or_default();
-        fit(amount(&allocatable.extended), amount(&used.extended), *wanted)
-    });
     // One pod takes a port for itself.
     let ports = if wanted.ports.is_empty() { u64::MAX } else { 1 };
-    [
-        fit(allocatable.pods, usage.pods, 1),
-        fit(allocatable.cpu, used.cpu, wanted.cpu),
-        fit(allocatable.memory, used.memory, wanted.memory),
-        fit(allocatable.ephemeral, used.ephemeral, wanted.ephemeral),
-        ports,
-    ]
-    .into_iter()
-    .chain(extended)
-    .min()
-    .unwrap_or_default()
+    let fit = resources(allocatable, usage, wanted).filter_map(|(_, free, wanted)| free.checked_div(wanted));
+    fit.fold(ports, u64::min)
 }
 
 /// The first reason for which `pod` can't be bound to `target`, with `usage` on it.

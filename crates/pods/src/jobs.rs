@@ -158,8 +158,8 @@ impl Jobs {
         for event in &events.events {
             job.apply(event, events);
         }
-        job.is_spoiled |= events.r.is_some() && !events.has("alloc");
-        job.is_spoiled &= job.state == JobState::Pending;
+        let is_half_given = events.r.is_some() && !events.has("alloc");
+        job.is_spoiled = job.state == JobState::Pending && (job.is_spoiled || is_half_given);
     }
 
     /// Forgets the jobs that ended [`REMEMBERED`] ago, except those that list one of the pods for which `is_there` is true:

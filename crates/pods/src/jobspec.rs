@@ -104,11 +104,12 @@ impl Shape {
     /// Reads what [`JobRequest::jobspec`] has written; None for any other jobspec.
     pub fn read(jobspec: &Value) -> Option<Self> {
         let top = jobspec.pointer("/resources/0")?;
-        let nodes = (top["type"] == "node").then(|| number(&top["count"]));
-        let (each, cores) = if nodes.is_some() { read_slots(top.pointer("/with/0")?)? } else { read_slots(top)? };
-        let (slots, per_node) = match nodes {
-            Some(nodes) => (nodes?.checked_mul(each)?, Some(each)),
-            None => (each, None),
+        let (slots, per_node, cores) = if top["type"] == "node" {
+            let (each, cores) = read_slots(top.pointer("/with/0")?)?;
+            (number(&top["count"])?.checked_mul(each)?, Some(each), cores)
+        } else {
+            let (slots, cores) = read_slots(top)?;
+            (slots, None, cores)
         };
         let constraint = Constraint::read(jobspec.pointer("/attributes/system/constraints"));
         Some(Self { slots, cores, per_node, constraint })

@@ -26,6 +26,7 @@ use crate::{
     pod::PodView,
     record::PodRecord,
     requests::cores,
+    world::World,
 };
 
 /// What became of pods that wait.
@@ -138,17 +139,13 @@ fn bind_all(
     }
     avoided.extend(owed);
     let threads = Some(held.gang_job.record.threads);
-    let is_first = !deals_out && !failing.is_empty();
-    let dealt = request(round, gang, pods, &avoided, (threads, true));
-    let next = match dealt {
-        Ok(dealt) if is_first && dealt.per_node.is_some() => {
-            memory.dealt_out.insert(gang.id.clone());
-            Ok(dealt)
-        }
-        _ => {
-            avoided.extend(failing.keys());
-            request(round, gang, pods, &avoided, (threads, deals_out))
-        }
+    let dealt = (!deals_out && !failing.is_empty()).then(|| request(round, gang, pods, &avoided, (threads, true)).ok());
+    let next = if let Some(dealt) = dealt.flatten().filter(|dealt| dealt.per_node.is_some()) {
+        memory.dealt_out.insert(gang.id.clone());
+        Ok(dealt)
+    } else {
+        avoided.extend(failing.keys());
+        request(round, gang, pods, &avoided, (threads, deals_out))
     };
     if !avoided.is_empty() {
         memory.avoided.insert(gang.id.clone(), avoided);
@@ -212,15 +209,14 @@ pub(super) fn avoided(
     deals_out: bool,
 ) -> BTreeSet<Rank> {
     let Some(mut avoided) = memory.avoided.remove(&gang.id) else { return BTreeSet::new() };
-    let limits = Limits {
-        targets: &round.world.targets,
-        usage: &round.usage,
-        facts: &round.world.facts,
-        avoided: &BTreeSet::new(),
-        threads: None,
-        deals_out,
+    let per_node = if gang.spreads() {
+        Some(1)
+    } else {
+        let World { targets, facts, .. } = round.world;
+        let (none, usage) = (BTreeSet::new(), &round.usage);
+        let limits = Limits { targets, usage, facts, avoided: &none, threads: None, deals_out };
+        deals_out.then(|| place(gang, pods, limits).ok()?.per_node).flatten()
     };
-    let per_node = place(gang, pods, limits).ok().and_then(|place| place.per_node);
     avoided.retain(|rank| {
         let Some(target) = round.world.targets.get(rank) else { return false };
         let slots = pods.iter().map(|pod| cores(pod.requests.cpu, target.threads)).max().unwrap_or(1);
