@@ -57,7 +57,7 @@ impl Person {
     async fn with_cluster() -> Self {
         let person = Self { server: Some(start().await), ..Self::without_cluster() };
         fs::write(person.at("kubeconfig"), person.server().kubeconfig.to_string()).unwrap();
-        fs::write(person.at("kubectl"), "#!/bin/sh\necho followed\nexec /bin/sleep 1000\n").unwrap();
+        fs::write(person.at("kubectl"), "#!/bin/sh\n[ \"$1\" != version ] || exit 0\necho followed\nexec /bin/sleep 1000\n").unwrap();
         fs::set_permissions(person.at("kubectl"), fs::Permissions::from_mode(0o755)).unwrap();
         let pending = json!({
             "type": "RestartPending", "status": "True", "reason": "Waits", "message": "packages change",
@@ -247,6 +247,8 @@ async fn ctrl_c_ends_a_wait_at_once_and_says_what_goes_on() {
         ("upgrade --wait", "of 3", Some("nothing was changed")),
         ("upgrade --now --wait", "of 3", Some("the restart goes on")),
         ("status --watch", "room for 64", None),
+        // The last, because it deletes the instance before it waits.
+        ("uninstall --yes", "3 hosts to clean", Some("the agents go on cleaning the hosts")),
     ] {
         for kind in ["xterm", "dumb"] {
             let mut terminal = Terminal::of(person.command(words, &[("TERM", kind)]), 100);

@@ -43,7 +43,7 @@ impl Hit {
 }
 
 /// A job that runs until it is let go, on a core of each of its nodes.
-pub struct Job {
+struct Job {
     id: String,
     nodes: u32,
     /// Ends it, in every node's root.
@@ -274,8 +274,19 @@ impl Scene {
         self.job = Some(self.submit(self.nodes - of_pods, &[]));
     }
 
+    /// A job on these nodes alone instead of the one on all nodes, and the gang of pods on the others.
+    pub fn run_on(&mut self, nodes: [&str; 2]) {
+        self.end_job().unwrap();
+        if let Some(gang) = self.gang.take() {
+            gang.remove(self);
+        }
+        let hosts = format!("--requires=host:{}", nodes.join(","));
+        self.job = Some(self.submit(2, &[&hosts]));
+        self.begin_gang();
+    }
+
     /// Starts a job; returns once it runs. `options`: of flux-submit(1).
-    pub fn submit(&mut self, nodes: u32, options: &[&str]) -> Job {
+    fn submit(&mut self, nodes: u32, options: &[&str]) -> Job {
         self.jobs += 1;
         let signal = format!("root/end-{}", self.jobs);
         let script = format!("until test -e /{signal}; do sleep 0.5; done; touch /{signal}-seen");
@@ -309,7 +320,7 @@ impl Scene {
     }
 
     /// A job's end, which must be a good one.
-    pub fn end(&self, job: &Job) -> Result<(), String> {
+    fn end(&self, job: &Job) -> Result<(), String> {
         self.let_end(job);
         self.ask(&["flux", "job", "wait-event", "-t", "15", &job.id, "clean"])?;
         let events = self.ask(&["flux", "job", "eventlog", &job.id])?;

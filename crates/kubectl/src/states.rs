@@ -37,7 +37,7 @@ fn instance(status: &Value) -> Observed {
 /// Each phase of an instance.
 fn instances() -> Vec<(InstancePhase, Observed)> {
     let mut pending = instance(&json!({
-        "phase": "Pending", "online": 0, "size": 0, "epoch": 0, "lead": null, "reason": "LeadNotOnline", "message": "no eligible node: 4 nodes are cordoned",
+        "phase": "Pending", "online": 0, "size": 0, "epoch": 0, "lead": null, "reason": "NotStartedYet", "message": "no eligible node: 4 nodes are cordoned",
     }));
     let mut starting = instance(
         &json!({"phase": "Starting", "online": 1, "reason": "NodesNotOnline", "message": "1 of 4 nodes online; n2 (rank 1, not started): fetching packages"}),

@@ -67,8 +67,10 @@ pub(crate) async fn unless_interrupted<T>(
     work: impl Future<Output = Result<T, KubectlError>>,
 ) -> Result<T, KubectlError> {
     tokio::select! {
-        done = work => done,
+        // The signal is waited for before the work begins anything.
+        biased;
         Ok(()) = tokio::signal::ctrl_c() => Err(KubectlError::Interrupted(goes_on)),
+        done = work => done,
     }
 }
 

@@ -189,6 +189,7 @@ mod tests {
             RestartWaits,
             QueueStopped,
             PlaceholderRefused,
+            FluxNodesUnusable,
             Fine,
         ];
         let all: Vec<_> = order.iter().rev().map(|weight| Finding::new(*weight, format!("{weight:?}"))).collect();

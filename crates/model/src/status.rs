@@ -140,6 +140,10 @@ fn progress(
     standing: Standing,
 ) -> Vec<Finding> {
     let mut found = Vec::new();
+    let away = |message: String| {
+        let found = Finding::new(Weight::LeadAway, message);
+        if standing.established { found } else { found.because("NotStartedYet") }
+    };
     if standing.shut_down {
         found.push(Finding::new(Weight::LeadAway, SHUT_DOWN_MESSAGE).because(SHUT_DOWN_REASON));
     }
@@ -149,19 +153,19 @@ fn progress(
             found.push(Finding::new(Weight::Problem, message.clone()).because(reason));
         }
         Some(Obstacle::Waiting(message)) if !standing.lead_online => {
-            found.push(Finding::new(Weight::LeadAway, message.clone()));
+            found.push(away(message.clone()));
         }
         Some(Obstacle::Waiting(message)) if complete => {
             found.push(Finding::new(Weight::Fine, format!("{}; {message}", online_of(next))));
         }
         _ => {}
     }
-    let weight = match () {
-        () if !standing.lead_online => Weight::LeadAway,
-        () if !complete => Weight::NodesAway,
-        () => Weight::Fine,
-    };
-    found.push(Finding::new(weight, if complete { online_of(next) } else { explain(seen, planned, next) }));
+    let explained = || explain(seen, planned, next);
+    found.push(match () {
+        () if !standing.lead_online => away(explained()),
+        () if !complete => Finding::new(Weight::NodesAway, explained()),
+        () => Finding::new(Weight::Fine, online_of(next)),
+    });
     found
 }
 

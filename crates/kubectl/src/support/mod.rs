@@ -15,6 +15,7 @@ use std::{
 
 use flate2::{Compression, write::GzEncoder};
 use k8s_openapi::jiff::Timestamp;
+use tempfile::TempPath;
 
 use crate::{
     arguments::SupportOptions,
@@ -27,23 +28,21 @@ use base::words::many;
 use gather::{BundleFile, Content, gather, secrets};
 use scrub::Scrub;
 
-/// Writes the archive. The exit code is 1 if nothing could be read.
+/// Writes the archive, or nothing if a person interrupts it. The exit code is 1 if nothing could be read.
 ///
 /// # Errors
-/// The file is there already, or can't be written. What can't be read is named in the archive.
+/// The file is there already, or can't be written; or it was interrupted. What can't be read is named in the archive.
 pub(crate) async fn run(cluster: &Cluster, options: &SupportOptions) -> Result<ExitCode, KubectlError> {
+    unless_interrupted("nothing was written", write(cluster, options)).await
+}
+
+async fn write(cluster: &Cluster, options: &SupportOptions) -> Result<ExitCode, KubectlError> {
     let now = Timestamp::now();
     let file = options.out.clone().unwrap_or_else(|| PathBuf::from(format!("flux-support-{}.tar.gz", now.as_second())));
     let failed = |source| KubectlError::File { path: file.clone(), source };
-    // Before anything is read: whoever has no room or no right learns it at once. An archive that is cut off keeps its own name.
-    let part = PathBuf::from(format!("{}.{}.part", file.display(), std::process::id()));
-    let mut out = create(&file, &part).map_err(failed)?;
-    let gathered = async { Ok(futures::join!(secrets(cluster), gather(cluster, options.all_logs))) };
-    let gathered = unless_interrupted("nothing was written", gathered).await.inspect_err(|_| {
-        // The name of an archive that nobody will write.
-        let _ = std::fs::remove_file(&part);
-    });
-    let (secrets, mut files) = gathered?;
+    // Before anything is read: whoever has no room or no right learns it at once.
+    let (mut out, part) = create(&file).map_err(failed)?;
+    let (secrets, mut files) = futures::join!(secrets(cluster), gather(cluster, options.all_logs));
     let is_empty = is_all_unread(&files);
     if let Err(why) = &secrets {
         let note =
@@ -53,14 +52,9 @@ pub(crate) async fn run(cluster: &Cluster, options: &SupportOptions) -> Result<E
     }
     let secrets = secrets.unwrap_or_default();
     let scrub = Scrub::of(secrets.iter().map(|(name, value)| (name.as_str(), value.as_slice())));
-    let texts: Vec<_> = files.into_iter().map(|file| (file.name, text(&scrub, file.content))).collect();
-    let written = archive(&mut out, &texts, now).and_then(|()| out.sync_all());
-    if let Err(error) = written.and_then(|()| std::fs::rename(&part, &file)) {
-        // A half of an archive helps nobody.
-        let _ = std::fs::remove_file(&part);
-        return Err(failed(error));
-    }
-    let count = many(texts.len() as u64, "file");
+    let count = many(files.len() as u64, "file");
+    archive(&mut out, files, &scrub, now).await.and_then(|()| out.sync_all()).map_err(failed)?;
+    part.persist_noclobber(&file).map_err(|error| failed(error.error))?;
     print(&format!("{} holds {count}; read them before you pass them on\n", file.display()))?;
     if is_empty {
         complain("nothing could be read from the cluster: doctor.yaml in the archive says why\n");
@@ -68,12 +62,14 @@ pub(crate) async fn run(cluster: &Cluster, options: &SupportOptions) -> Result<E
     Ok(if is_empty { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Creates `part`, unless there is a `file` already: an older archive stays.
-fn create(file: &Path, part: &Path) -> io::Result<File> {
+/// What is to become `file`, under a name of its own and for its owner only; removed unless it becomes that. An older `file` stays.
+fn create(file: &Path) -> io::Result<(File, TempPath)> {
     if file.symlink_metadata().is_ok() {
         return Err(io::ErrorKind::AlreadyExists.into());
     }
-    OpenOptions::new().write(true).create_new(true).mode(0o600).open(part)
+    let part = PathBuf::from(format!("{}.{}.part", file.display(), std::process::id()));
+    let out = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&part)?;
+    Ok((out, TempPath::try_from_path(part)?))
 }
 
 /// True if no file holds anything of the cluster: the doctor always has something to say.
@@ -94,33 +90,39 @@ fn text(scrub: &Scrub, content: Content) -> String {
     scrub.text(&text)
 }
 
-fn archive(out: impl Write, files: &[(String, String)], now: Timestamp) -> io::Result<()> {
+async fn archive(out: impl Write, files: Vec<BundleFile>, scrub: &Scrub, now: Timestamp) -> io::Result<()> {
     let mut archive = tar::Builder::new(GzEncoder::new(out, Compression::default()));
-    for (name, text) in files {
+    for BundleFile { name, content } in files {
+        let text = text(scrub, content);
         let mut header = tar::Header::new_gnu();
         header.set_mode(0o600);
         header.set_size(text.len() as u64);
         header.set_mtime(now.as_second().try_into().unwrap_or(0));
         archive.append_data(&mut header, Path::new("flux-support").join(name), text.as_bytes())?;
+        // Logs are long: a person who interrupts this does not wait for all of them.
+        tokio::task::yield_now().await;
     }
     archive.into_inner()?.finish().map(drop)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
     fn an_older_archive_stays_and_only_the_owner_reads_a_new_one() {
-        let directory = std::env::temp_dir().join(format!("flux-support-test-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).unwrap();
-        let (file, part) = (directory.join("a.tar.gz"), directory.join("a.part"));
-        let mode =
-            std::os::unix::fs::PermissionsExt::mode(&create(&file, &part).unwrap().metadata().unwrap().permissions());
-        assert_eq!(mode & 0o777, 0o600);
-        std::fs::rename(&part, &file).unwrap();
-        assert_eq!(create(&file, &part).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
-        std::fs::remove_dir_all(&directory).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("a.tar.gz");
+        let names = || directory.path().read_dir().unwrap().count();
+        let (out, part) = create(&file).unwrap();
+        assert_eq!(out.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        drop(part);
+        assert_eq!(names(), 0, "what is unfinished is removed");
+        create(&file).unwrap().1.persist_noclobber(&file).unwrap();
+        assert_eq!(create(&file).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(names(), 1);
     }
 
     #[test]
