@@ -311,6 +311,12 @@ class Pods(PodCluster):
             raise Wrong("a pod has failed")
         return phases == {"Succeeded"}
 
+    def began(self, name):
+        """When a pod wrote its line; kubelet may show the log of a pod that has just ended a moment later."""
+        words = []
+        until(f"the line of {name}", lambda: words.extend(kubectl("logs", "--timestamps", name).split()) or bool(words))
+        return datetime.datetime.fromisoformat(words[0]).timestamp()
+
     def gangs(self):
         """Fifty gangs end, where the default scheduler stops at two of which each has a part of the nodes."""
         most, seconds = len(self.nodes), 3
@@ -336,8 +342,7 @@ class Pods(PodCluster):
         took = time.monotonic() - begin
         skews = []
         for number, size in enumerate(sizes):
-            lines = [kubectl("logs", "--timestamps", f"g{number}-{member}").split()[0] for member in range(size)]
-            starts = [datetime.datetime.fromisoformat(line).timestamp() for line in lines]
+            starts = [self.began(f"g{number}-{member}") for member in range(size)]
             skews.append(max(starts) - min(starts))
         least = sum(sizes) * seconds / most
         print(f"measured: 50 gangs of {sum(sizes)} pods, skew of a gang's start: median {statistics.median(skews):.2f} s, "

@@ -3,8 +3,8 @@
 //!
 //! - FLUX_DISTRIBUTE_CHAOS_TABLE names a file for the table of results;
 //! - FLUX_DISTRIBUTE_CHAOS_ROWS takes only the rows whose name holds one of these words, separated by commas;
-//! - FLUX_DISTRIBUTE_CHAOS_PODS=1 switches `spec.pods` on, with a gang of pods beside the job. Each node gives Flux a core less then, so the random
-//!   joins need four cores;
+//! - FLUX_DISTRIBUTE_CHAOS_PODS=1 switches `spec.pods` on, with a gang of pods beside the job. Each node gives Flux a core less then: on a
+//!   machine of two cores, job and gang are on different nodes;
 //! - FLUX_DISTRIBUTE_CHAOS_RUNS, _OUTAGE (seconds), _WORKERS and _SEED are numbers.
 
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions

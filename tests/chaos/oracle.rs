@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{FluxNode, NodePhase};
+use api::{FluxNode, IdSet, NodePhase};
 use k8s_openapi::{
     api::coordination::v1::Lease,
     jiff::{SignedDuration, Timestamp},
@@ -68,15 +68,18 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
     Ok(Outcome { healed, jobs_lost: usize::from(lost.is_some()), brokers_restarted: restarted.count() })
 }
 
-/// A job on all nodes, if there is room beside the one that runs.
+/// A job runs on all nodes; or a command of Flux, if the job and the pods leave no core of any node.
 fn runs_jobs(scene: &Scene) -> Result<(), String> {
-    if !scene.has_free_core {
-        return Ok(());
-    }
     let nodes = scene.nodes.to_string();
-    let said = scene.ask(&["flux", "run", "-N", &nodes, "-n", &nodes, "hostname"])?;
+    let ranks: BTreeSet<u32> = scene.brokers().values().map(|broker| broker.rank).collect();
+    let ranks = IdSet(ranks).to_string();
+    let said = scene.ask(&if scene.has_free_core {
+        ["flux", "run", "-N", &nodes, "-n", &nodes, "hostname"].to_vec()
+    } else {
+        ["flux", "exec", "-r", &ranks, "hostname"].to_vec()
+    })?;
     let ran = said.lines().collect::<BTreeSet<_>>().len();
-    if ran == scene.nodes as usize { Ok(()) } else { Err(format!("a job on all nodes ran on {said:?}")) }
+    if ran == scene.nodes as usize { Ok(()) } else { Err(format!("what was to run on all nodes ran on {said:?}")) }
 }
 
 /// A broker that the fault did not hit is the same process.

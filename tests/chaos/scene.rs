@@ -43,7 +43,7 @@ impl Hit {
 }
 
 /// A job that runs until it is let go, on a core of each of its nodes.
-struct Job {
+pub struct Job {
     id: String,
     nodes: u32,
     /// Ends it, in every node's root.
@@ -274,15 +274,19 @@ impl Scene {
         self.job = Some(self.submit(self.nodes - of_pods, &[]));
     }
 
-    /// A job on these nodes alone instead of the one on all nodes, and the gang of pods on the others.
-    pub fn run_on(&mut self, nodes: [&str; 2]) {
+    /// Starts a job on these two nodes: beside the other job if there is a core for it, else instead of that one, and beside a new gang of pods.
+    pub fn submit_on(&mut self, nodes: [&str; 2]) -> Job {
+        let hosts = format!("--requires=host:{}", nodes.join(","));
+        if self.has_free_core {
+            return self.submit(2, &[&hosts]);
+        }
         self.end_job().unwrap();
         if let Some(gang) = self.gang.take() {
             gang.remove(self);
         }
-        let hosts = format!("--requires=host:{}", nodes.join(","));
-        self.job = Some(self.submit(2, &[&hosts]));
+        let job = self.submit(2, &[&hosts]);
         self.begin_gang();
+        job
     }
 
     /// Starts a job; returns once it runs. `options`: of flux-submit(1).
@@ -320,7 +324,7 @@ impl Scene {
     }
 
     /// A job's end, which must be a good one.
-    fn end(&self, job: &Job) -> Result<(), String> {
+    pub fn end(&self, job: &Job) -> Result<(), String> {
         self.let_end(job);
         self.ask(&["flux", "job", "wait-event", "-t", "15", &job.id, "clean"])?;
         let events = self.ask(&["flux", "job", "eventlog", &job.id])?;

@@ -22,6 +22,7 @@ pub fn rows() -> Vec<Row> {
     vec![Row {
         shape: &MANY,
         fresh: true,
+        job_dies: true,
         heals_in: 180,
         ..row("25 random joins, leaves, returns, replacements, planner deaths and lost FluxNodes", |scene| {
             // Short enough that ranks are freed on the way.
@@ -30,7 +31,7 @@ pub fn rows() -> Vec<Row> {
             let mut nodes = Nodes { there: scene.names().into_iter().collect(), ..Nodes::default() };
             nodes.spared.clone_from(&spared);
             // Nothing happens to their machines.
-            scene.run_on([&lead, &spared]);
+            let job = scene.submit_on([&lead, &spared]);
             for _ in 0..CHANGES {
                 nodes.change(scene, &lead);
                 scene.dice.pause(Duration::from_secs(2));
@@ -40,6 +41,7 @@ pub fn rows() -> Vec<Row> {
             scene.until("Flux's own list", Duration::from_mins(3), |scene| is_flux_s_list(scene, &lead));
             let moved = scene.rosters.moved();
             assert!(moved.is_empty(), "{moved:?}");
+            scene.end(&job).unwrap();
             Hit::brokers_of(nodes.hit)
         })
     }]
