@@ -312,7 +312,7 @@ class Pods(PodCluster):
         return phases == {"Succeeded"}
 
     def began(self, name):
-        """When a pod wrote its line; kubelet may show the log of a pod that has just ended a moment later."""
+        """When a pod wrote its line."""
         words = []
         until(f"the line of {name}", lambda: words.extend(kubectl("logs", "--timestamps", name).split()) or bool(words))
         return datetime.datetime.fromisoformat(words[0]).timestamp()
