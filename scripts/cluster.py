@@ -1,5 +1,5 @@
 """A real cluster that can be damaged, its hosts, and rows of things that are done to it: for cluster_faults.py, cluster_elastic.py,
-cluster_pods.py and cluster_account.py."""
+cluster_pods.py, cluster_account.py and cluster_waits.py."""
 
 import argparse, json, re, shlex, statistics, subprocess, sys, time
 
@@ -100,10 +100,14 @@ class Cluster:
 
     def flux(self, *words):
         """On the lead: a follower's view of a job's events may stay behind under load."""
+        return self.on_lead("flux", *words)
+
+    def on_lead(self, *words):
+        """A command in the instance."""
         lead = self.instance()["status"]["lead"]
         pods = json.loads(ours("get", "pods", "-o", "json", "--field-selector", f"spec.nodeName={lead}"))["items"]
         pod = next(pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"])
-        return ours("exec", pod, "--", "/flux-distribute", "connect", "--", "flux", *words).strip()
+        return ours("exec", pod, "--", "/flux-distribute", "connect", "--", *words).strip()
 
     def broker(self, node):
         """Empty if there is none, as on a node that is off."""
