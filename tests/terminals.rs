@@ -57,7 +57,11 @@ impl Person {
     async fn with_cluster() -> Self {
         let person = Self { server: Some(start().await), ..Self::without_cluster() };
         fs::write(person.at("kubeconfig"), person.server().kubeconfig.to_string()).unwrap();
-        fs::write(person.at("kubectl"), "#!/bin/sh\n[ \"$1\" != version ] || exit 0\necho followed\nexec /bin/sleep 1000\n").unwrap();
+        fs::write(
+            person.at("kubectl"),
+            "#!/bin/sh\n[ \"$1\" != version ] || exit 0\necho followed\nexec /bin/sleep 1000\n",
+        )
+        .unwrap();
         fs::set_permissions(person.at("kubectl"), fs::Permissions::from_mode(0o755)).unwrap();
         let pending = json!({
             "type": "RestartPending", "status": "True", "reason": "Waits", "message": "packages change",
