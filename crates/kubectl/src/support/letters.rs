@@ -63,6 +63,10 @@ fn escape(text: &str) -> (Option<u8>, usize) {
         Some(b'n' | b'r' | b't') => return (None, begin + 1),
         Some(b'x') => 2,
         Some(b'u') => 4,
+        Some(b'0'..=b'3') => {
+            let code = text.get(begin..begin + 3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
+            return code.map_or((None, begin), |code| (Some(code), begin + 3));
+        }
         _ => return (None, begin),
     };
     hexadecimal(text, begin + 1, digits).map_or((None, begin), |code| (u8::try_from(code).ok(), begin + 1 + digits))
@@ -109,6 +113,7 @@ mod tests {
             ("Ab-1_2", "ab12"),
             ("a%62%2563%25-%zz%4", "abczz4"),
             (r#"a\\n\u0062\\x63\\\"d\q\u00zz"#, "abcdqu00zz"),
+            (r"\141\\142\14\9\3", "ab1493"),
             ("a&amp;b&#99;&#x64;&#;&x", "abcdx"),
             ("2026-11-28T18:07:03.123Z ab\n2026-11-28T18:07:04+01:00 cd\n2026", "abcd2026"),
             ("%&\\&#", ""),
