@@ -206,6 +206,14 @@ const SHOWS: [&str; 4] =
 #[tokio::test(flavor = "multi_thread")]
 async fn a_terminal_of_sixty_columns_shows_whole_lines_and_colours_only_where_they_are_wanted() {
     let person = Person::with_cluster().await;
+    for words in ["--help", "scale --help", "flux-distribute --help", "flux-distribute bundle create --help"] {
+        let (_, screen) = Terminal::of(person.command(words, &[("TERM", "dumb")]), 60).end();
+        let plain = plain(&screen);
+        // A synopsis is one line.
+        let folded = plain.lines().filter(|line| !line.starts_with("Usage: "));
+        let wide: Vec<_> = folded.filter(|line| line.chars().count() > 60).collect();
+        assert!(wide.is_empty() && screen.len() > 60, "{words}: {wide:?}");
+    }
     for words in ["status", "doctor", "tree"] {
         for (variables, has_colours) in [
             (&[("TERM", "xterm-256color")][..], words != "tree"),
