@@ -323,7 +323,9 @@ fn init_tracing(command: &Command) {
 /// Prints an answer. A reader that has gone away, as `head` does, has seen enough.
 fn print(text: &str) -> Result<ExitCode, Failure> {
     match base::process::print(text) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Failure::new(&error)),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(Failure { message: format!("can't write to stdout: {error}"), code: ExitCode::FAILURE })
+        }
         _ => Ok(ExitCode::SUCCESS),
     }
 }

@@ -156,6 +156,14 @@ impl Terminal {
         kill(Pid::from_raw(-i32::try_from(self.child.id()).unwrap()), Signal::SIGINT).unwrap();
     }
 
+    /// Ctrl-C, or another signal for the program alone, as its parent would send it.
+    fn send(&self, signal: Signal) {
+        match signal {
+            Signal::SIGINT => self.press_ctrl_c(),
+            signal => kill(Pid::from_raw(self.child.id().try_into().unwrap()), signal).unwrap(),
+        }
+    }
+
     /// Waits for the end.
     fn end(mut self) -> (ExitStatus, String) {
         while let Ok(piece) = self.pieces.recv_timeout(LONG) {
@@ -198,11 +206,21 @@ const SHOWS: [&str; 4] =
 #[tokio::test(flavor = "multi_thread")]
 async fn a_terminal_of_sixty_columns_shows_whole_lines_and_colours_only_where_they_are_wanted() {
     let person = Person::with_cluster().await;
+    for words in ["--help", "scale --help", "flux-distribute --help", "flux-distribute bundle create --help"] {
+        let (_, screen) = Terminal::of(person.command(words, &[("TERM", "dumb")]), 60).end();
+        let plain = plain(&screen);
+        // A synopsis is one line.
+        let folded = plain.lines().filter(|line| !line.starts_with("Usage: "));
+        let wide: Vec<_> = folded.filter(|line| line.chars().count() > 60).collect();
+        assert!(wide.is_empty() && screen.len() > 60, "{words}: {wide:?}");
+    }
     for words in ["status", "doctor", "tree"] {
         for (variables, has_colours) in [
             (&[("TERM", "xterm-256color")][..], words != "tree"),
             (&[("TERM", "xterm-256color"), ("NO_COLOR", "1")], false),
             (&[("TERM", "dumb")], false),
+            (&[("TERM", "")], false),
+            (&[], false),
         ] {
             let (_, screen) = Terminal::of(person.command(words, variables), 60).end();
             assert_eq!(screen.contains('\x1b'), has_colours, "{words} {variables:?}: {screen:?}");
@@ -324,27 +342,29 @@ fn ctrl_c_leaves_no_file_that_is_unfinished() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ctrl_c_while_a_support_bundle_is_gathered_leaves_no_archive() {
+async fn a_signal_while_a_support_bundle_is_gathered_leaves_no_archive() {
     let person = Person::without_cluster();
-    // An API server that takes connections and says nothing.
-    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    let kubeconfig = json!({
-        "apiVersion": "v1", "kind": "Config", "current-context": "c", "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        "clusters": [{"name": "c", "cluster": {"server": format!("http://{}", silent.local_addr().unwrap())}}],
-        "users": [{"name": "u", "user": {}}],
-    });
-    fs::write(person.at("kubeconfig"), kubeconfig.to_string()).unwrap();
-    let terminal = Terminal::of(person.command("support-bundle", &[("TERM", "xterm")]), 100);
-    let _connection = silent.accept().unwrap();
-    assert_eq!(person.names().len(), 1, "the unfinished archive");
-    terminal.press_ctrl_c();
-    let (status, screen) = terminal.end();
-    assert_eq!((base::process::code(status), person.names()), (130, vec![]), "{screen}");
-    assert!(screen.contains("interrupted: nothing was written"), "{screen}");
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        // An API server that takes connections and says nothing.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let kubeconfig = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "c", "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": format!("http://{}", silent.local_addr().unwrap())}}],
+            "users": [{"name": "u", "user": {}}],
+        });
+        fs::write(person.at("kubeconfig"), kubeconfig.to_string()).unwrap();
+        let terminal = Terminal::of(person.command("support-bundle", &[("TERM", "xterm")]), 100);
+        let _connection = silent.accept().unwrap();
+        assert_eq!(person.names().len(), 1, "the unfinished archive");
+        terminal.send(signal);
+        let (status, screen) = terminal.end();
+        assert_eq!((base::process::code(status), person.names()), (128 + signal as i32, vec![]), "{screen}");
+        assert!(screen.contains("interrupted: nothing was written"), "{screen}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ctrl_c_ends_a_log_that_is_followed() {
+async fn a_signal_ends_a_log_that_is_followed() {
     let person = Person::with_cluster().await;
     let pod = json!({
         "metadata": {"name": "install-flux-n1", "labels": {"app": "install-flux"}},
@@ -355,12 +375,14 @@ async fn ctrl_c_ends_a_log_that_is_followed() {
     let running = json!({"name": "agent", "image": "x", "imageID": "", "ready": true, "restartCount": 0, "state": {"running": {}}});
     let status = Patch::Merge(json!({"status": {"phase": "Running", "containerStatuses": [running]}}));
     pods.patch_status("install-flux-n1", &PatchParams::default(), &status).await.unwrap();
-    let mut terminal = Terminal::of(person.command("logs n1 -f", &[("TERM", "xterm")]), 100);
-    terminal.until("followed");
-    terminal.press_ctrl_c();
-    let (status, screen) = terminal.end();
-    assert_eq!(base::process::code(status), 130, "{screen}");
-    assert!(leaves_nothing_on(&screen) && !screen.contains("panicked"), "{screen}");
+    for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
+        let mut terminal = Terminal::of(person.command("logs n1 -f", &[("TERM", "xterm")]), 100);
+        terminal.until("followed");
+        terminal.send(signal);
+        let (status, screen) = terminal.end();
+        assert_eq!(base::process::code(status), code, "{screen}");
+        assert!(leaves_nothing_on(&screen) && !screen.contains("panicked"), "{screen}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

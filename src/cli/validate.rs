@@ -33,6 +33,9 @@ The same holds for the file of --against. The command does not look up packages 
 
 Exit code: 0 if the file is valid, else 2 with one line per finding, FILE:LINE: FIELD: what is wrong.";
 
+/// Most objects that were not checked and are named to people; programs get all of them. An installer has some thirty.
+const MOST_NAMED: usize = 4;
+
 /// What to check.
 #[derive(Args, Debug, Clone)]
 #[command(after_help = ABOUT)]
@@ -138,8 +141,15 @@ impl Report<'_> {
             Some(changes) => changes.iter().map(|change| format!("{change}\n")).collect(),
         };
         if !self.others.is_empty() {
-            text.push_str(&format!("not checked: {}\n", self.others.join(", ")));
+            text.push_str(&format!("not checked: {}\n", some(&self.others)));
         }
         print(&text).map(drop)
     }
+}
+
+/// The first names, and how many others there are. Pure.
+fn some(names: &[String]) -> String {
+    let (shown, others) = names.split_at(names.len().min(MOST_NAMED));
+    let others = if others.is_empty() { String::new() } else { format!(", and {} more", others.len()) };
+    shown.join(", ") + &others
 }

@@ -269,6 +269,17 @@ mod tests {
     }
 
     #[test]
+    fn no_help_is_wider_than_a_hundred_columns() {
+        let mut all = Arguments::command();
+        all.build();
+        for command in std::iter::once(&mut all.clone()).chain(all.get_subcommands_mut()) {
+            let help = command.render_long_help().to_string();
+            let wide: Vec<_> = help.lines().filter(|line| line.chars().count() > 100).collect();
+            assert!(wide.is_empty(), "{wide:?}");
+        }
+    }
+
+    #[test]
     fn each_command_has_a_man_page() {
         let directory = std::env::temp_dir().join(format!("man-of-kubectl-flux-{}", std::process::id()));
         fs::create_dir(&directory).unwrap();

@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::{
     alike::alike,
     arguments::DoctorFormat,
-    error::{KubectlError, chain},
+    error::{KubectlError, chain, remedy},
     observed::{Cluster, DoctorInputs, Observed},
     overview::{Attention, Node, Overview, overview},
     screen::{Colour, Screen, cell, json, plain, print, table, word},
@@ -110,7 +110,7 @@ pub(crate) fn checks(seen: &DoctorInputs, now: Timestamp) -> Vec<Check> {
             checks.extend(nodes(&overview));
         }
         Err(error @ KubectlError::NoInstance) => checks.push(Check::problem("FluxInstance", chain(error), None)),
-        Err(error) => checks.push(Check::unknown("FluxInstance", error)),
+        Err(error) => checks.push(Check::new("FluxInstance", Verdict::Unknown, chain(error))),
     }
     checks
 }
@@ -128,8 +128,8 @@ impl Check {
         Self { remedy, ..Self::new(subject, Verdict::Problem, found) }
     }
 
-    fn unknown(subject: &str, error: &(dyn std::error::Error + 'static)) -> Self {
-        Self::new(subject, Verdict::Unknown, chain(error))
+    fn unknown(subject: &str, error: &ApiError) -> Self {
+        Self::new(subject, Verdict::Unknown, format!("{}: {}", remedy(error), chain(error)))
     }
 }
 
@@ -179,7 +179,11 @@ fn agents(
         let remedy = format!("kubectl -n {NAMESPACE} describe daemonset {DAEMONSET}");
         checks.push(Check::problem(SUBJECT, found, Some(remedy)));
     }
-    if checks.is_empty() {
+    if checks.is_empty() && agents.is_empty() {
+        let remedy = format!("kubectl -n {NAMESPACE} describe daemonset {DAEMONSET}");
+        let found = format!("DaemonSet {DAEMONSET} wants a pod on no node");
+        checks.push(Check { remedy: Some(remedy), ..Check::new(SUBJECT, Verdict::Minor, found) });
+    } else if checks.is_empty() {
         checks.push(Check::good(SUBJECT, format!("{} running", many(agents.len() as u64, "agent"))));
     }
     checks
@@ -316,7 +320,7 @@ ok  nodes         2 nodes as wanted
     #[test]
     fn what_is_wrong_around_the_instance_is_found() {
         type Break = fn(&mut DoctorInputs);
-        let cases: [(Break, Verdict, &str); 10] = [
+        let cases: [(Break, Verdict, &str); 11] = [
             (
                 |seen| seen.version.as_mut().unwrap().minor = "29".into(),
                 Verdict::Problem,
@@ -329,6 +333,15 @@ ok  nodes         2 nodes as wanted
                 "agents: no agent runs on n2: ImagePullBackOff",
             ),
             (|seen| seen.agents = Ok(vec![agent("n1", None)]), Verdict::Problem, "agents: 1 pod not there yet"),
+            (
+                |seen| {
+                    let of_none = seen.daemonset.as_mut().unwrap().as_mut().unwrap().status.as_mut().unwrap();
+                    of_none.desired_number_scheduled = 0;
+                    seen.agents = Ok(Vec::new());
+                },
+                Verdict::Minor,
+                "agents: DaemonSet install-flux wants a pod on no node",
+            ),
             (|seen| seen.planner = Ok(None), Verdict::Problem, "planner: nobody holds Lease flux-planner"),
             (
                 |seen| seen.planner = Ok(Some(lease("x", "2026-01-01T00:06:00.000000Z"))),
@@ -357,7 +370,7 @@ ok  nodes         2 nodes as wanted
             (
                 |seen| seen.agents = Err(ApiError::Timeout("list pods".into())),
                 Verdict::Unknown,
-                "agents: list pods: no answer",
+                "agents: the API server does not answer: check the kubeconfig, and whether `kubectl version` works: list pods",
             ),
         ];
         for (break_it, verdict, expected) in cases {

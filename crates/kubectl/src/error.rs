@@ -41,9 +41,14 @@ pub(crate) enum KubectlError {
         "no agent runs on node {0}: `kubectl flux status -o wide` lists the nodes, `kubectl flux doctor` says what is wrong"
     )]
     NoAgent(String),
-    /// The person has had enough; this is what goes on without this process.
-    #[error("interrupted: {0}")]
-    Interrupted(&'static str),
+    /// A signal ends this process, because a person has had enough or the machine goes down.
+    #[error("interrupted: {goes_on}")]
+    Interrupted {
+        /// The signal's number.
+        signal: i32,
+        /// What goes on without this process.
+        goes_on: &'static str,
+    },
     /// The cluster is in a state in which the command can't work.
     #[error("{0}")]
     State(String),
@@ -51,7 +56,7 @@ pub(crate) enum KubectlError {
     #[error("can't run kubectl: put it into your PATH")]
     Kubectl(#[source] io::Error),
     /// A file can't be made or written.
-    #[error("can't write {}", path.display())]
+    #[error("can't write {}: name another file by --out", path.display())]
     File {
         /// The file.
         path: PathBuf,
@@ -77,11 +82,11 @@ impl From<ApiError> for KubectlError {
 }
 
 impl KubectlError {
-    /// 2 if only other arguments or another kubeconfig can help, 130 as in a shell if a person has interrupted it, else 1.
+    /// 2 if only other arguments or another kubeconfig can help; 128 + signal, as in a shell, if it was interrupted; else 1.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Kubeconfig(_) | Self::Client(_) | Self::Input(_) => 2,
-            Self::Interrupted(_) => 130,
+            Self::Interrupted { signal, .. } => u8::try_from(128 + signal).unwrap_or(u8::MAX),
             _ => 1,
         }
     }
@@ -150,7 +155,7 @@ fn is_of_login(cause: &(dyn Error + 'static)) -> bool {
 }
 
 /// What to do about a call that failed.
-fn remedy(error: &ApiError) -> String {
+pub(crate) fn remedy(error: &ApiError) -> String {
     match (error.code(), error) {
         (Some(401), _) => {
             "the API server doesn't know you: log in again, or name another context by --context".to_owned()

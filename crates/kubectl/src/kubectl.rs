@@ -1,10 +1,12 @@
 //! Runs kubectl on the same cluster: it has the terminals, and the ways to log in.
 
-use std::process::{Command, ExitCode, Stdio};
+use std::{
+    os::unix::process::CommandExt,
+    process::{Command, ExitCode, Stdio},
+};
 
 use crate::{arguments::Connection, error::KubectlError};
 use api::NAMESPACE;
-use base::process::exit_code;
 
 /// What kubectl reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,7 +17,8 @@ pub(crate) enum Stdin {
     Nothing,
 }
 
-/// Runs kubectl on the same cluster, and returns its exit code.
+/// Becomes kubectl on the same cluster, so that a signal for this process ends kubectl too, and kubectl's exit code is this process's.
+/// Returns only if it fails.
 ///
 /// # Errors
 /// kubectl can't be run.
@@ -29,7 +32,7 @@ pub(crate) fn run_kubectl(
     if stdin == Stdin::Nothing {
         command.stdin(Stdio::null());
     }
-    Ok(exit_code(command.status().map_err(KubectlError::Kubectl)?))
+    Err(KubectlError::Kubectl(command.exec()))
 }
 
 /// Checks that there is a kubectl.

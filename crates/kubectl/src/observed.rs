@@ -76,7 +76,7 @@ impl Cluster {
     /// # Errors
     /// The kubeconfig can't be read, or has no such context.
     pub async fn connect(connection: &Connection) -> Result<Self, KubectlError> {
-        let kubeconfig = read(connection).map_err(KubectlError::Kubeconfig)?;
+        let kubeconfig = kubeconfig(connection).map_err(KubectlError::Kubeconfig)?;
         let target = target(&kubeconfig, connection.context.as_deref()).map_err(KubectlError::Kubeconfig)?;
         let options = KubeConfigOptions { context: Some(target.context.clone()), ..KubeConfigOptions::default() };
         let config = Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(KubectlError::Kubeconfig)?;
@@ -96,7 +96,7 @@ impl Cluster {
     /// # Errors
     /// It doesn't, or can't be read any more.
     pub fn is_unchanged(&self) -> Result<(), KubectlError> {
-        let kubeconfig = read(&self.connection).map_err(KubectlError::Kubeconfig)?;
+        let kubeconfig = kubeconfig(&self.connection).map_err(KubectlError::Kubeconfig)?;
         let now = target(&kubeconfig, self.connection.context.as_deref()).map_err(KubectlError::Kubeconfig)?;
         if now == self.target {
             return Ok(());
@@ -203,7 +203,7 @@ where
 }
 
 /// The kubeconfig that kubectl would read. As kubectl does, it skips files in KUBECONFIG that are not there.
-fn read(connection: &Connection) -> Result<Kubeconfig, KubeconfigError> {
+pub(crate) fn kubeconfig(connection: &Connection) -> Result<Kubeconfig, KubeconfigError> {
     if let Some(file) = &connection.kubeconfig {
         return Kubeconfig::read_from(file);
     }

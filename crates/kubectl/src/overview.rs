@@ -175,9 +175,14 @@ pub(crate) fn overview(observed: &Observed) -> Overview {
     let lead = lead_node.and_then(|lead| lead.status.as_ref());
     let mut nodes: Vec<Node> = observed.nodes.iter().map(|found| node(found, lead)).collect();
     nodes.sort_by(|a, b| (a.rank.is_none(), a.rank, &a.name).cmp(&(b.rank.is_none(), b.rank, &b.name)));
+    let message = status.message.as_deref().unwrap_or_default();
+    // What the status's own message says needs no line of its own.
+    let (told, notices): (Vec<_>, Vec<_>) =
+        notices(status, lead).into_iter().partition(|notice| message.contains(&notice.message));
+    let attention = told.iter().map(|notice| notice.attention).chain([attention_of_instance(&status.phase)]).max();
     let instance = Instance {
         phase: status.phase.clone(),
-        attention: attention_of_instance(&status.phase),
+        attention: attention.unwrap_or(Attention::Nothing),
         message: status.message.clone(),
         lead: lead_node.map(ResourceExt::name_any),
         epoch: status.epoch,
@@ -187,7 +192,7 @@ pub(crate) fn overview(observed: &Observed) -> Overview {
         max_size: status.max_size,
         jobs: lead.and_then(|lead| lead.jobs),
         pods: status.pods.clone(),
-        notices: notices(status, lead),
+        notices,
     };
     Overview { instance, nodes, unreadable: observed.unreadable.clone() }
 }
@@ -220,9 +225,8 @@ fn node(node: &FluxNode, lead: Option<&FluxNodeStatus>) -> Node {
     }
 }
 
-/// What holds and says more than the status's own message does.
+/// What holds.
 fn notices(status: &FluxInstanceStatus, lead: Option<&FluxNodeStatus>) -> Vec<Notice> {
-    let message = status.message.as_deref().unwrap_or_default();
     // The message of these two is the status's.
     let usual = ["Ready", "Progressing"];
     let holding = status.conditions.iter().filter(|condition| condition.status == "True");
@@ -242,7 +246,7 @@ fn notices(status: &FluxInstanceStatus, lead: Option<&FluxNodeStatus>) -> Vec<No
         let message = message.filter(|message| !message.is_empty())?;
         Some(Notice { subject: subject.to_owned(), attention, message })
     });
-    said.filter(|notice| !message.contains(&notice.message)).collect()
+    said.collect()
 }
 
 #[cfg(test)]
@@ -290,6 +294,16 @@ mod tests {
             (Waiting, NoRank, true, true, Act),
         ] {
             assert_eq!(attention_of_node(&phase, state, is_stuck, says_why), expected, "{phase:?} {state:?}");
+        }
+    }
+
+    #[test]
+    fn an_instance_that_runs_needs_somebody_if_its_message_says_so() {
+        for (type_, reason, expected) in [("AgentsMissing", "NoPod", Act), ("RestartPending", "Waits", Look)] {
+            let condition = json!({"type": type_, "status": "True", "reason": reason, "message": "so it is", "lastTransitionTime": "2026-01-01T00:00:00Z"});
+            let status = json!({"message": "n2: so it is", "conditions": [condition]});
+            let instance = overview(&crate::fixture::observed(1, &status, &json!({}))).instance;
+            assert_eq!((instance.attention, instance.notices), (expected, vec![]), "{type_}");
         }
     }
 

@@ -30,10 +30,10 @@ impl Screen {
     /// stdout as it is now: a terminal can change its width.
     pub fn stdout() -> Self {
         let is_terminal = io::stdout().is_terminal();
-        let [colourless, kind] = ["NO_COLOR", "TERM"].map(|name| std::env::var_os(name).unwrap_or_default());
+        let wants_none = std::env::var_os("NO_COLOR").is_some_and(|wish| !wish.is_empty());
         // Without a width of its own, a table asks the terminal. Some terminals say 0.
         let width = if is_terminal { Table::new().width().filter(|width| *width >= LEAST_WIDTH) } else { None };
-        let has_colours = is_terminal && colourless.is_empty() && kind != "dumb";
+        let has_colours = is_terminal && obeys() && !wants_none;
         Self { width: Some(width.unwrap_or(WIDTH)), has_colours }
     }
 
@@ -108,13 +108,18 @@ pub(crate) fn complain(text: &str) {
     let _ = io::stderr().write_all(visible_lines(text).as_bytes());
 }
 
-/// Writes over what stands on the screen; after it if it obeys no escape sequences.
+/// True if a terminal of this process, if it has one, obeys escape sequences.
+pub(crate) fn obeys() -> bool {
+    std::env::var_os("TERM").is_some_and(|kind| !kind.is_empty() && kind != "dumb")
+}
+
+/// Writes over what stands on the screen; if stdout is none that can be written over, after `between`.
 ///
 /// # Errors
 /// stdout can't be written.
-pub(crate) fn print_anew(text: &str, screen: Screen) -> Result<(), KubectlError> {
+pub(crate) fn print_anew(text: &str, between: &str) -> Result<(), KubectlError> {
     // ECMA-48: to the first column of the first line, and erase what follows.
-    let clear = if screen.has_colours { "\x1b[H\x1b[2J" } else { "" };
+    let clear = if io::stdout().is_terminal() && obeys() { "\x1b[H\x1b[2J" } else { between };
     print(&format!("{clear}{text}"))
 }
 

@@ -1,6 +1,6 @@
 //! `kubectl flux status`: one screen.
 
-use std::{process::ExitCode, time::Duration};
+use std::{borrow::Cow, process::ExitCode, time::Duration};
 
 use comfy_table::Cell;
 
@@ -18,6 +18,8 @@ use model::hostlist::shortened;
 
 /// How often `--watch` looks.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
+/// Most characters of a node's message where nodes share a screen: a node may say up to 8 KiB.
+const LONGEST_MESSAGE: usize = 300;
 /// Most lines of nodes on one screen.
 const MOST_LINES: usize = 40;
 
@@ -42,12 +44,21 @@ pub(crate) async fn run(cluster: &Cluster, options: &StatusOptions) -> Result<Ex
         };
         if printed.as_ref() != Some(&text) {
             match &text {
-                Ok(text) => print_anew(text, Screen::stdout())?,
+                Ok(text) => print_anew(text, if printed.is_some() { between(options.output) } else { "" })?,
                 Err(complaint) => complain(complaint),
             }
             printed = Some(text);
         }
         tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// What stands between two of them in a file, so that a reader of that format knows where one ends.
+fn between(format: StatusFormat) -> &'static str {
+    match format {
+        StatusFormat::Text | StatusFormat::Wide => "\n",
+        StatusFormat::Json => "",
+        StatusFormat::Yaml => "---\n",
     }
 }
 
@@ -107,7 +118,7 @@ fn nodes(overview: &Overview, screen: Screen) -> String {
             plain(if ranks.is_empty() { "-".to_owned() } else { ranks.to_string() }),
         ];
         line.extend(common(first));
-        line.push(plain(first.message.as_deref().unwrap_or_default()));
+        line.push(plain(short(first.message.as_deref().unwrap_or_default())));
         Some(line)
     });
     let mut text = table(std::iter::once(titles(&head)).chain(lines), screen);
@@ -115,6 +126,14 @@ fn nodes(overview: &Overview, screen: Screen) -> String {
         text.push_str(&format!("and {}: -o wide shows all\n", many(left_out as u64, "more node")));
     }
     text + &unreadable(overview)
+}
+
+/// The begin of a message that would fill the screen.
+fn short(message: &str) -> Cow<'_, str> {
+    match message.char_indices().nth(LONGEST_MESSAGE) {
+        Some((end, _)) => format!("{}...", message[..end].trim_end()).into(),
+        None => message.into(),
+    }
 }
 
 /// A line for each node.
@@ -304,6 +323,16 @@ n[2-3]  1-2    Online  allocated  8      0
             assert!(screen.lines().all(|line| line.chars().count() <= width.into()), "{screen}");
             assert!(screen.ends_with("and 960 more nodes: -o wide shows all\n"), "{screen}");
         }
+    }
+
+    #[test]
+    fn no_node_fills_the_screen() {
+        let mut observed = observed(2, &Value::Null, &Value::Null);
+        change(&mut observed, 1, &Value::Null, &json!({"message": "long ".repeat(1600)}));
+        let text = screen(&observed, 100);
+        assert!(text.lines().count() < 20 && text.contains("..."), "{text}");
+        let wide = render(&overview(&observed), StatusFormat::Wide, Screen::FILE).unwrap();
+        assert!(wide.contains(&"long ".repeat(1599)), "{wide}");
     }
 
     #[test]

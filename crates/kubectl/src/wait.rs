@@ -7,8 +7,14 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 use kube::ResourceExt;
+use tokio::signal::unix::{SignalKind, signal};
 
-use crate::{alike::lines, error::KubectlError, observed::Observed, screen::complain};
+use crate::{
+    alike::lines,
+    error::KubectlError,
+    observed::Observed,
+    screen::{complain, obeys},
+};
 use api::{FluxNode, InstancePhase, NodePhase, Want};
 use base::words::{many, visible};
 
@@ -58,7 +64,7 @@ pub(crate) async fn until(
     }
 }
 
-/// Does this work, until SIGINT or to its end. A signal before it ends the process as any other.
+/// Does this work, until SIGINT or SIGTERM or to its end. A signal before it ends the process as any other.
 ///
 /// # Errors
 /// What the work says, or that it was interrupted, with `goes_on`.
@@ -66,10 +72,16 @@ pub(crate) async fn unless_interrupted<T>(
     goes_on: &'static str,
     work: impl Future<Output = Result<T, KubectlError>>,
 ) -> Result<T, KubectlError> {
+    let ends = async |kind: SignalKind| {
+        let mut ends = signal(kind).ok()?;
+        ends.recv().await?;
+        Some(KubectlError::Interrupted { signal: kind.as_raw_value(), goes_on })
+    };
     tokio::select! {
-        // The signal is waited for before the work begins anything.
+        // The signals are waited for before the work begins anything.
         biased;
-        Ok(()) = tokio::signal::ctrl_c() => Err(KubectlError::Interrupted(goes_on)),
+        Some(interrupted) = ends(SignalKind::interrupt()) => Err(interrupted),
+        Some(interrupted) = ends(SignalKind::terminate()) => Err(interrupted),
         done = work => done,
     }
 }
@@ -82,9 +94,8 @@ enum Shown {
 
 impl Shown {
     fn on_stderr() -> Self {
-        let obeys = std::env::var_os("TERM").is_some_and(|kind| kind != "dumb");
         match ProgressStyle::with_template(BAR) {
-            Ok(style) if obeys && io::stderr().is_terminal() => {
+            Ok(style) if obeys() && io::stderr().is_terminal() => {
                 Self::Bar(ProgressBar::new(0).with_style(style.progress_chars("##.")))
             }
             _ => Self::Lines { last: String::new() },

@@ -2,17 +2,22 @@
 
 use base64::{
     Engine,
-    prelude::{BASE64_STANDARD, BASE64_URL_SAFE},
+    prelude::{BASE64_STANDARD, BASE64_STANDARD_NO_PAD, BASE64_URL_SAFE},
 };
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 use serde_json::Value;
 
-use super::looks::{is_blank, is_end, is_quote};
+use super::{
+    letters::Letters,
+    looks::{is_blank, is_end, is_quote},
+};
 
 /// Shortest secret that is looked for, in bytes: a shorter one is found in half of all words.
 pub(super) const SHORTEST: usize = 4;
 /// Shortest secret of digits alone: ports and process IDs are shorter.
 const SHORTEST_NUMBER: usize = 6;
+/// Fewest letters and digits by which a form is known whatever stands between them: fewer are found in sentences.
+const FEWEST_LETTERS: usize = 12;
 /// Shortest word of a longer secret, such as a key in a certificate, that is looked for by itself.
 const SHORTEST_WORD: usize = 16;
 /// Most parts of a Secret's value that are looked for: a value has at most 1 MiB, and only a file of another kind than those that hold
@@ -148,6 +153,31 @@ pub(super) fn forms(part: &[u8]) -> Vec<String> {
     forms.extend((0..3).flat_map(|before| within_base64(part, before)));
     forms.retain(|form| form.len() >= SHORTEST);
     forms
+}
+
+/// The letters of each form, of rarer ones, and of forms within forms: bytes that are printed as numbers, base32, UTF-16 or JSON in base64,
+/// base64 in base64.
+pub(super) fn letters(part: &[u8]) -> Vec<Vec<u8>> {
+    let mut forms = forms(part);
+    forms.push(part.iter().map(u8::to_string).collect());
+    forms.push(base32(part));
+    let mut inner = vec![BASE64_STANDARD_NO_PAD.encode(part).into_bytes(), hex::encode(part).into_bytes()];
+    if let Ok(text) = std::str::from_utf8(part) {
+        inner.push(Value::from(text).to_string().trim_matches('"').into());
+        inner.push(text.encode_utf16().flat_map(u16::to_le_bytes).collect());
+    }
+    let within = |bytes: &Vec<u8>| (0..3).flat_map(|before| within_base64(bytes, before)).collect::<Vec<_>>();
+    forms.extend(inner.iter().flat_map(within));
+    let letters = forms.iter().map(|form| Letters::of(form).letters);
+    letters.filter(|letters| letters.len() >= FEWEST_LETTERS).collect()
+}
+
+/// In base32 (RFC 4648), alone: as far as its letters stand for `part` only.
+fn base32(part: &[u8]) -> String {
+    const LETTERS: &[u8; 32] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567";
+    let bit = |at: usize| usize::from((part[at / 8] >> (7 - at % 8)) & 1);
+    let letter = |first: usize| char::from(LETTERS[(first..first + 5).fold(0, |letter, at| (letter << 1) | bit(at))]);
+    (0..part.len() * 8 / 5).map(|letter_at| letter(letter_at * 5)).collect()
 }
 
 /// Percent-encoded text with the digits of each `%XX` in lower case.

@@ -4,10 +4,11 @@
 pub(super) const MASK: &str = "***";
 /// Most lines of a private key without an end: RSA keys of 16,384 bits have some 200.
 const LONGEST_KEY: usize = 300;
-/// A JSON Web Token (RFC 7519) begins with this: base64 of `{"`; and the same in base64 once more.
-const JWT: [&str; 2] = ["eyJ", "ZXlK"];
-/// Shortest word that is a JSON Web Token.
-const SHORTEST_JWT: usize = 40;
+/// What is closed to a look begins with one of these: a JSON Web Token (RFC 7519) with base64 of `{"`, gzip (RFC 1952) with that of its first
+/// bytes; and each in base64 once more.
+const CLOSED: [&str; 4] = ["eyJ", "ZXlK", "H4sI", "SDRzS"];
+/// Shortest word that is such a thing.
+const SHORTEST_CLOSED: usize = 40;
 /// Names whose value is a secret, at their end and in lower case. Unlike the words of [`base::redact::SECRET_WORDS`], which may stand anywhere in
 /// the name of a parameter of a URL, these must not take the values of most fields of an object: `key` and `code` would.
 const SECRET_NAMES: [&str; 13] = [
@@ -29,7 +30,7 @@ const SECRET_NAMES: [&str; 13] = [
 const SCHEMES: [&str; 2] = ["bearer", "basic"];
 
 /// `text` without private keys in PEM or ZPL, without values whose names say that they are secrets, without what follows the name of a
-/// scheme of authentication, and without JSON Web Tokens.
+/// scheme of authentication, without JSON Web Tokens, and without what is packed.
 pub(super) fn without_patterns(text: &str) -> String {
     let mut left_of_key = 0;
     let line = |line: &str| {
@@ -45,7 +46,7 @@ pub(super) fn without_patterns(text: &str) -> String {
             return if line.ends_with('\n') { format!("{MASK}\n") } else { MASK.to_owned() };
         }
         // The names last: the scheme of `X-Auth-Token: Bearer TOKEN` is a value of the name.
-        without_tokens(&without_named(&without_credentials(line)))
+        without_closed(&without_named(&without_credentials(line)))
     };
     text.split_inclusive('\n').map(line).collect()
 }
@@ -132,13 +133,13 @@ fn mask_after(line: &str, names: &[&str], value: impl Fn(&str) -> Option<(&str, 
     safe + &line[done..]
 }
 
-/// A line without JSON Web Tokens.
-fn without_tokens(line: &str) -> String {
+/// A line without words that begin as one of [`CLOSED`] does.
+fn without_closed(line: &str) -> String {
     line.split_inclusive(is_end)
         .map(|word| {
             let bare = word.trim_end_matches(is_end);
-            let is_token = bare.len() > SHORTEST_JWT && JWT.iter().any(|begin| bare.contains(begin));
-            if is_token { word.replace(bare, MASK) } else { word.to_owned() }
+            let is_closed = bare.len() > SHORTEST_CLOSED && CLOSED.iter().any(|begin| bare.contains(begin));
+            if is_closed { word.replace(bare, MASK) } else { word.to_owned() }
         })
         .collect()
 }

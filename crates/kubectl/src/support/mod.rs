@@ -2,6 +2,7 @@
 
 mod forms;
 mod gather;
+mod letters;
 mod looks;
 mod scrub;
 

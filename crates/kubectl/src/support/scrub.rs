@@ -6,28 +6,50 @@ use base::redact::redacted;
 use serde_json::Value;
 
 use super::{
-    forms::{PUBLIC_FIELDS, SHORTEST, forms, parts},
+    forms::{PUBLIC_FIELDS, SHORTEST, forms, letters, parts},
+    letters::Letters,
     looks::{MASK, has_secret_name, without_patterns},
 };
 
-/// What has to be taken out: the forms of all secrets by their first bytes.
-pub(super) struct Scrub(HashMap<[u8; SHORTEST], Vec<String>>);
+/// Texts by their first bytes.
+#[derive(Default)]
+struct ByBegin(HashMap<[u8; SHORTEST], Vec<Vec<u8>>>);
+
+impl ByBegin {
+    fn of(texts: BTreeSet<Vec<u8>>) -> Self {
+        let mut known = Self::default();
+        for text in texts {
+            if let Some(begin) = text.first_chunk() {
+                known.0.entry(*begin).or_default().push(text);
+            }
+        }
+        known
+    }
+
+    /// Length of the longest of them with which `text` begins.
+    fn longest(&self, text: &[u8]) -> Option<usize> {
+        let same = text.first_chunk().and_then(|begin| self.0.get(begin));
+        same.into_iter().flatten().filter(|known| text.starts_with(known)).map(Vec::len).max()
+    }
+}
+
+/// What has to be taken out: the forms of all secrets, and the letters of these.
+pub(super) struct Scrub {
+    forms: ByBegin,
+    letters: ByBegin,
+}
 
 impl Scrub {
     /// `secrets`: the names and values of Secrets. Each value is looked for whole and in parts, in all the forms in which logs and objects
     /// hold such things: as it is, in JSON and YAML, percent-encoded, in hexadecimal digits, and in base64, alone or within something
-    /// longer.
+    /// longer. If it is long, it is also looked for by its letters and digits alone.
     pub fn of<'a>(secrets: impl Iterator<Item = (&'a str, &'a [u8])>) -> Self {
         let secrets = secrets.filter(|(name, _)| !PUBLIC_FIELDS.contains(name));
         let parts: BTreeSet<Vec<u8>> = secrets.flat_map(|(_, value)| parts(value)).collect();
-        let forms: BTreeSet<String> = parts.iter().flat_map(|part| forms(part)).collect();
-        let mut by_begin: HashMap<[u8; SHORTEST], Vec<String>> = HashMap::new();
-        for form in forms {
-            if let Some(begin) = form.as_bytes().first_chunk() {
-                by_begin.entry(*begin).or_default().push(form);
-            }
+        Self {
+            forms: ByBegin::of(parts.iter().flat_map(|part| forms(part)).map(String::into_bytes).collect()),
+            letters: ByBegin::of(parts.iter().flat_map(|part| letters(part)).collect()),
         }
-        Self(by_begin)
     }
 
     /// `text` without the secrets, without what looks like a token or a key, and without credentials in URLs.
@@ -52,23 +74,24 @@ impl Scrub {
 
     /// Masks every place where a form stands. Forms may overlap, so all places are found before any is masked.
     fn without_forms(&self, text: &str) -> String {
-        let mut places: Vec<(usize, usize)> = Vec::new();
-        for (at, _) in text.char_indices() {
-            let forms = text.as_bytes()[at..].first_chunk().and_then(|begin| self.0.get(begin));
-            let found = forms.into_iter().flatten().filter(|form| text[at..].starts_with(form.as_str()));
-            let Some(end) = found.map(|form| at + form.len()).max() else { continue };
-            match places.last_mut() {
-                Some((_, last)) if at <= *last => *last = end.max(*last),
-                _ => places.push((at, end)),
-            }
-        }
-        let (mut safe, mut done) = (String::with_capacity(text.len()), 0);
+        let begins = text.char_indices().map(|(at, _)| at);
+        let mut places: Vec<(usize, usize)> =
+            begins.filter_map(|at| Some((at, at + self.forms.longest(&text.as_bytes()[at..])?))).collect();
+        let Letters { letters, places: of_letters } = Letters::of(text);
+        places.extend((0..letters.len()).filter_map(|first| {
+            let last = first + self.letters.longest(&letters[first..])? - 1;
+            Some((of_letters[first].0, of_letters[last].1))
+        }));
+        places.sort_unstable();
+        let (mut safe, mut done) = (String::with_capacity(text.len()), None);
         for (at, end) in places {
-            safe.push_str(&text[done..at]);
-            safe.push_str(MASK);
-            done = end;
+            if done.is_none_or(|done| at > done) {
+                safe.push_str(&text[done.unwrap_or(0)..at]);
+                safe.push_str(MASK);
+            }
+            done = done.max(Some(end));
         }
-        safe + &text[done..]
+        safe + &text[done.unwrap_or(0)..]
     }
 }
 
@@ -155,6 +178,49 @@ mod tests {
     }
 
     #[test]
+    fn a_long_secret_is_found_whatever_stands_between_its_letters() {
+        let secret = "correct-Horse/\"battery\"+Staple=42&<x>";
+        let base64 = |text: &str| BASE64_STANDARD.encode(text);
+        let split = |text: &str, end: &str| {
+            let pieces: Vec<_> = text.as_bytes().chunks(7).map(String::from_utf8_lossy).collect();
+            pieces.join(end)
+        };
+        let json = Value::from(secret).to_string();
+        for form in [
+            split(secret, "\n  "),
+            split(&base64(secret), "\n2026-11-28T18:07:03.123456789Z "),
+            split(&base64(secret), "\\n"),
+            split(&hex::encode(secret), ":"),
+            hex::encode(secret)
+                .as_bytes()
+                .chunks(2)
+                .map(|pair| format!("\\x{}", String::from_utf8_lossy(pair)))
+                .collect(),
+            format!("{:?}", secret.as_bytes()),
+            format!("{:?}", secret.as_bytes()).replace(',', ""),
+            secret.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&#34;"),
+            Value::from(json.clone()).to_string(),
+            base64(&json),
+            base64(&base64(secret)),
+            base64(&hex::encode(secret)),
+            BASE64_STANDARD.encode(secret.encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<_>>()),
+            secret.bytes().map(|byte| format!("\\{byte:03o}")).collect(),
+            "MNXXE4TFMN2C2SDPOJZWKLZCMJQXI5DFOJ4SEK2TORQXA3DFHU2DEJR4PA7A====".to_owned(),
+            utf8_percent_encode(&base64(secret), NON_ALPHANUMERIC).to_string(),
+            secret.replace('H', "%2548").replace('S', "%53"),
+            secret.to_uppercase(),
+        ] {
+            let text = scrubbed(&[("value", secret)], &format!("before {form} after\n"));
+            let rest = text.replace(MASK, "");
+            assert!(rest.starts_with("before ") && rest.ends_with(" after\n"), "{form}: {text}");
+            // Of base64, letters are left that the secret shares with what stands beside it.
+            assert!(Letters::of(&rest).letters.len() < "beforeafter".len() + 5, "{form}: {text}");
+        }
+        let sentence = "The horse is correct, and the staple holds 42 batteries.\n";
+        assert_eq!(scrubbed(&[("value", secret)], sentence), sentence);
+    }
+
+    #[test]
     fn secrets_that_overlap_leave_no_rest() {
         assert_eq!(scrubbed(&[("a", "abcdef"), ("b", "defghi")], "x abcdefghi y"), "x *** y");
     }
@@ -194,6 +260,7 @@ mod tests {
             ("authorization: basic cm9ib3Q6cHc=\n", "authorization: basic ***\n"),
             ("at eyJhbGciOiJSUzI1NiIsImtpZCI6IjEifQ.eyJpc3MiOiJrIn0.c2ln\n", "at ***\n"),
             ("at ZXlKaGJHY2lPaUpTVXpJMU5pSXNJbXRwWkNJNklqRWlmUS5leUpw\n", "at ***\n"),
+            ("roster: H4sIAAAAAAAAA8tIzcnJVyjPL8pJUQQAjRqfDgwAAAA=\n", "roster: ***\n"),
             ("PASSWORD=ab DB_TOKEN = 'c d'\n", "PASSWORD=*** DB_TOKEN = '***'\n"),
             ("{\"apiKey\": \"x y\", \"n\": 1}\n", "{\"apiKey\": \"***\", \"n\": 1}\n"),
             ("{\\\"token\\\":\\\"xy\\\"}\n", "{\\\"token\\\":\\\"***\\\"}\n"),
