@@ -20,6 +20,11 @@ pub(super) const THIS_HOST_UNINSTALLED: &str = "flux-distribute uninstall: this 
 /// broker.
 const LONGEST_BY_HAND: f64 = 300.0;
 
+/// How many reasons of people a report has at most.
+const MOST_REASONS: usize = 16;
+/// How many characters of such a reason a report has at most.
+const LONGEST_REASON: usize = 100;
+
 /// What the broker must drain and undrain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DrainChange {
@@ -69,6 +74,16 @@ pub fn in_effect(wanted: &BTreeMap<String, IdSet>, drained: &[Drained]) -> IdSet
 /// Ranks that people have drained.
 pub fn by_others(drained: &[Drained]) -> IdSet {
     ranks(drained, is_theirs)
+}
+
+/// Why people have drained ranks: the first reasons, each up to a limit. A reason that nobody gave is none.
+pub fn reasons_of_others(drained: &[Drained]) -> BTreeMap<String, IdSet> {
+    let mut reasons = BTreeMap::<String, IdSet>::new();
+    for drained in drained.iter().filter(|drained| is_theirs(&drained.reason) && !drained.reason.is_empty()) {
+        let reason = drained.reason.chars().take(LONGEST_REASON).collect();
+        reasons.entry(reason).or_default().0.extend(&drained.ranks.0);
+    }
+    reasons.into_iter().take(MOST_REASONS).collect()
 }
 
 fn is_ours(reason: &str) -> bool {

@@ -388,6 +388,14 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
     #[schemars(with = "String")]
     pub drained_by_others: IdSet,
+    /// Lead only: why somebody else has drained ranks (idset, RFC 22), by reason; the first reasons, each up to its first 100 characters.
+    #[serde(
+        default,
+        skip_serializing_if = "std::collections::BTreeMap::is_empty",
+        deserialize_with = "idset::bounded_sets"
+    )]
+    #[schemars(with = "std::collections::BTreeMap<String, String>")]
+    pub drain_reasons: std::collections::BTreeMap<String, IdSet>,
     /// Lead only: the epoch whose broker was stopped here so that the next one can begin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub closed_epoch: Option<u64>,

@@ -13,13 +13,16 @@ use super::{
 };
 use crate::{
     lead::LEAD_PATIENCE,
-    observed::{Observed, drained_by_others, is_shut_down, no_room},
+    observed::{Observed, is_shut_down, no_room, of_lead},
     tree::parent,
 };
 use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 
 /// Drain reason of a rank that has no member any more while its broker is still in the overlay.
 const HAS_LEFT: &str = "its node has left the instance";
+
+/// How many characters of people's reason for a drain a message has at most.
+const LONGEST_REASON: usize = 100;
 
 /// Computes the specs of all `present` FluxNodes whose Node exists or whose broker may still run. `is_local`: see
 /// [`peers::assign_sources`].
@@ -127,9 +130,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
             Want::Install if is_shut_down(seen, roster) => Some(SHUT_DOWN_MESSAGE.to_owned()),
             Want::Install => first_lead_failure(roster),
             Want::Run if spec.lost_by_lead => Some("the other brokers do not hear from its broker".to_owned()),
-            Want::Run if drained_by_others(seen, roster).is_some_and(|ranks| ranks.contains(rank)) => {
-                Some("somebody has drained it in Flux: `flux resource drain` shows why".to_owned())
-            }
+            Want::Run => drained_in_flux(seen, roster, rank),
             _ => None,
         };
         let entry = roster.ranks.get(&rank);
@@ -159,6 +160,17 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
         Err(reason) => spec.reason = Some(reason.to_string()),
     }
     spec
+}
+
+/// That people have drained `rank`, with their reason if the lead's agent reports one; None if they have not.
+fn drained_in_flux(seen: &Observed, roster: &Roster, rank: Rank) -> Option<String> {
+    let report = of_lead(seen, roster).filter(|report| report.drained_by_others.contains(rank))?;
+    let reason = report.drain_reasons.iter().find(|(_, ranks)| ranks.contains(rank));
+    Some(match reason {
+        // A captured agent's token can report a longer one.
+        Some((reason, _)) => format!("drained in Flux: {}", reason.chars().take(LONGEST_REASON).collect::<String>()),
+        None => "somebody has drained it in Flux: `flux resource drain` shows why".to_owned(),
+    })
 }
 
 /// Why the instance has no lead, as far as the roster says.

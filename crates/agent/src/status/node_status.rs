@@ -123,6 +123,11 @@ pub fn node_status(
             None if leads(host, inputs.own_spec()) => before.drained_by_others,
             None => IdSet::default(),
         },
+        drain_reasons: match instance {
+            Some(instance) => drains::reasons_of_others(&instance.drained),
+            None if leads(host, inputs.own_spec()) => before.drain_reasons,
+            None => BTreeMap::new(),
+        },
         closed_epoch: closed(inputs),
         shut_down: shut_down(inputs),
         applied_revision: is_lead.then(|| Applied::of(host)).flatten().map(|applied| applied.revision),
@@ -313,8 +318,9 @@ mod tests {
         let memory = Memory::default();
         let answering = node_status(&inputs, &memory, &Step::Hold, None).unwrap();
         assert_eq!(answering.drained_by_others.to_string(), "3");
+        assert_eq!(answering.drain_reasons, [("bad disk".to_owned(), "3".parse().unwrap())].into());
         let silent = node_status(&lead_with_broker(answering), &memory, &Step::Hold, None).unwrap();
-        assert_eq!(silent.drained_by_others.to_string(), "3");
+        assert_eq!((silent.drained_by_others.to_string(), silent.drain_reasons.len()), ("3".to_owned(), 1));
     }
 
     #[test]

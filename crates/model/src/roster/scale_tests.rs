@@ -175,6 +175,18 @@ fn a_spare_that_an_administrator_has_drained_is_not_given_out() {
 }
 
 #[test]
+fn a_node_that_people_have_drained_tells_their_reason() {
+    let mut world = World::up(3);
+    let report = world.reports.get_mut("node1").unwrap();
+    report.drained_by_others = "1-2".parse().unwrap();
+    report.drain_reasons = [("bad disk ".repeat(99), "1".parse().unwrap())].into();
+    let reason = |node| world.projected(node).reason.unwrap();
+    assert!(reason("node2").starts_with("drained in Flux: bad disk bad disk"), "{}", reason("node2"));
+    assert!(reason("node2").len() < 150, "{}", reason("node2"));
+    assert_eq!(reason("node3"), "somebody has drained it in Flux: `flux resource drain` shows why");
+}
+
+#[test]
 fn a_node_that_returns_in_time_keeps_its_rank_and_its_broker() {
     let mut world = World::up(3);
     world.spec.ranks.retain = Some("1h".into());
