@@ -9,6 +9,9 @@
 #[allow(dead_code)]
 #[path = "../tests/support/api_server.rs"]
 mod api_server;
+#[allow(dead_code)]
+#[path = "../tests/support/crd_server.rs"]
+mod crd_server;
 #[path = "../tests/support/many/mod.rs"]
 mod many;
 
@@ -17,18 +20,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{CONFIGMAP_ROSTER, FluxInstance, FluxNode, NAMESPACE};
+use api::{CONFIGMAP_ROSTER, FluxNode, NAMESPACE};
 use api_server::ApiServer;
+use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, client};
 use futures::FutureExt;
-use k8s_openapi::{
-    api::core::v1::ConfigMap, apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
-};
-use kube::{
-    Api, Client, Config, CustomResourceExt, ResourceExt,
-    api::PostParams,
-    config::{KubeConfigOptions, Kubeconfig},
-    runtime::wait::{await_condition, conditions},
-};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{Api, ResourceExt, runtime::wait::await_condition};
 use many::{Cost, Fleet, mean, objects::heartbeat};
 use serde_json::{Value, json};
 use tokio::time::{interval, sleep};
@@ -37,8 +34,6 @@ use tokio::time::{interval, sleep};
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// After the last node is online, until what it has begun is over.
 const SETTLES: Duration = Duration::from_secs(30);
-/// kube-apiserver takes seconds to start, and has no event for it.
-const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 fn main() {
     let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench").collect::<Vec<_>>();
@@ -52,33 +47,8 @@ fn main() {
     }
 }
 
-async fn client(server: &ApiServer) -> Client {
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    let mut config = loop {
-        let kubeconfig = Kubeconfig::read_from(server.kubeconfig()).unwrap();
-        match Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await {
-            Ok(config) => break config,
-            // The server has not written its certificate yet.
-            Err(_) => sleep(LOOK_AGAIN).await,
-        }
-    };
-    // The machine's own may not lead to itself.
-    config.proxy_url = None;
-    let client = cluster::client(config).unwrap();
-    let definitions: Api<CustomResourceDefinition> = Api::all(client.clone());
-    for definition in [FluxInstance::crd(), FluxNode::crd()] {
-        while definitions.create(&PostParams::default(), &definition).await.is_err() {
-            sleep(LOOK_AGAIN).await;
-        }
-        let name = definition.metadata.name.unwrap();
-        await_condition(definitions.clone(), &name, conditions::is_crd_established()).await.unwrap();
-    }
-    client
-}
-
 async fn count(nodes: u32, steady: Duration) -> Value {
-    // No controllers run here that would make service accounts, or take the taint of a new Node away.
-    let server = ApiServer::up_with(&["--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"]);
+    let server = ApiServer::up_with(&[WITHOUT_CONTROLLERS]);
     let client = client(&server).await;
     // One node more, which joins later.
     let mut fleet = Fleet::make(client.clone(), nodes + 1).await;
