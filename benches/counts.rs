@@ -137,6 +137,7 @@ fn means(costs: &[&Cost]) -> Value {
         "bytes": of(&Cost::bytes),
         "events": of(&Cost::events),
         "rounds": of(&|cost| cost.rounds),
+        "resyncs": of(&|cost| cost.resyncs),
         "bytes_of_roster": bytes_of("get configmaps/flux-roster"),
         "bytes_of_broker_toml": bytes_of("get configmaps/flux-broker"),
         "bytes_of_instance": bytes_of("watch fluxinstances"),

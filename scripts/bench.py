@@ -126,7 +126,13 @@ def rows_of_counts(counted):
     storm = last["failover"]["plain"]["requests"]
     return [
         flat(counted, "cold start: requests of an agent", within, of_start("requests"), "{:.1f}"),
-        flat(counted, "cold start: rounds of an agent", within, of_start("rounds"), "{:.1f}"),
+        flat(counted, "cold start: rounds of an agent with a reason", within, lambda one: of_start("rounds")(one) - of_start("resyncs")(one), "{:.1f}"),
+        row(
+            "cold start: rounds of an agent only because the one before was 10 s ago",
+            "no aim: as many as it takes",
+            ", ".join(f"{one['nodes']:,}: {of_start('resyncs')(one):.1f}" for one in counted),
+            None,
+        ),
         flat(counted, "cold start: bytes to an agent, but for the next two rows", within, other_bytes),
         flat(counted, "cold start: bytes of roster and broker.toml to an agent, which name all ranks", within, bytes_of_all),
         flat(counted, "cold start: bytes of the FluxInstance to an agent", within, lambda one: one["start"]["plain"]["bytes_of_instance"]),
