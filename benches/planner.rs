@@ -24,8 +24,8 @@ use std::{
 };
 
 use api::{
-    Adopted, CONFIGMAP_ROSTER, Facts, FluxInstance, FluxInstanceSpec, FluxNode, FluxNodeSpec, FluxNodeStatus, INSTANCE,
-    IdSet, LEASE_PLANNER, NAMESPACE, NodePhase, PackageSet, ROSTER_FORMAT, Resources, Want,
+    Adopted, CONFIGMAP_ROSTER, Facts, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeSpec,
+    FluxNodeStatus, INSTANCE, IdSet, LEASE_PLANNER, NAMESPACE, NodePhase, PackageSet, ROSTER_FORMAT, Resources, Want,
 };
 use api_server::ApiServer;
 use cluster::lease_rules::Place;
@@ -238,17 +238,33 @@ async fn measure(nodes: u32) {
     let digest = PackageSet::Bundle(spec.packages.bundle.unwrap()).digest();
     let agents: &Agents =
         Box::leak(Box::new(Agents { client: client.clone(), digest, instance_uid, instance_id: OnceCell::new() }));
-    stream::iter(0..nodes).for_each_concurrent(AT_ONCE, |number| agents.begin(number)).await;
     eprintln!("{nodes} nodes made in {:?}", begin.elapsed());
 
-    let begin = Instant::now();
     let mut planner = Planner::start(&kubeconfig, "first", 0);
+    holds_lease(&client, "first").await;
     let mut candidate = Planner::start(&kubeconfig, "second", 1);
     let following = tokio::spawn(agents.follow());
-    online(&client, nodes).await;
-    let online_secs = begin.elapsed().as_secs_f64();
-    eprintln!("all online after {online_secs} s");
-    let start = json!({"cpu_secs": planner.cpu_secs(), "requests": planner.requests(), "rounds": planner.rounds().0});
+    let begin = Instant::now();
+    let appeared = async {
+        stream::iter(0..nodes).for_each_concurrent(AT_ONCE, |number| agents.begin(number)).await;
+        begin.elapsed().as_secs_f64()
+    };
+    let members = async {
+        until(&client, |status| status.size >= nodes).await;
+        begin.elapsed().as_secs_f64()
+    };
+    let online = async {
+        until(&client, |status| status.online >= nodes).await;
+        begin.elapsed().as_secs_f64()
+    };
+    let all = async { tokio::join!(appeared, members, online) };
+    let ((appeared, members, online), most) = watch_requests(&mut planner, all).await;
+    let requests = planner.requests();
+    let start = json!({
+        "appeared_secs": appeared, "roster_secs": members, "online_secs": online, "cpu_secs": planner.cpu_secs(),
+        "requests": requests, "requests_in_busiest_second": most, "rounds": planner.rounds().0,
+    });
+    eprintln!("{start}");
     sleep(IDLE).await;
 
     let (cpu, requests) = (planner.cpu_secs(), planner.requests());
@@ -275,12 +291,7 @@ async fn measure(nodes: u32) {
     let begin = Instant::now();
     let requests = candidate.requests();
     drop(planner);
-    let leases = Api::<Lease>::namespaced(client.clone(), NAMESPACE);
-    let is_second = |lease: Option<&Lease>| {
-        let holder = lease.and_then(|lease| lease.spec.as_ref()?.holder_identity.as_deref());
-        holder == Some("second")
-    };
-    await_condition(leases, LEASE_PLANNER, is_second).await.unwrap();
+    holds_lease(&client, "second").await;
     let taken = begin.elapsed().as_secs_f64();
     while candidate.rounds().0 < 1.0 {
         sleep(LOOK_AGAIN).await;
@@ -289,21 +300,43 @@ async fn measure(nodes: u32) {
                           "requests": candidate.requests() - requests, "most_memory": candidate.mebibytes("VmHWM")});
     following.abort();
     let result = json!({
-        "nodes": nodes, "online_secs": online_secs, "start": start, "idle": idle, "cpu_secs_of_heartbeat": cpu_of_heartbeat,
+        "nodes": nodes, "start": start, "idle": idle, "cpu_secs_of_heartbeat": cpu_of_heartbeat,
         "join_secs": {"median": joins[joins.len() / 2], "worst": joins[joins.len() - 1]},
         "round_secs": round_secs, "memory_mib": memory, "failover": failover,
     });
     println!("{result}");
 }
 
-/// Waits until the FluxInstance says that so many nodes are online.
-async fn online(client: &Client, nodes: u32) {
-    let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
-    let is_online = |instance: Option<&FluxInstance>| {
-        let status = instance.and_then(|instance| instance.status.as_ref());
-        status.is_some_and(|status| status.online >= nodes)
+/// Waits until this candidate is the planner.
+async fn holds_lease(client: &Client, name: &str) {
+    let leases = Api::<Lease>::namespaced(client.clone(), NAMESPACE);
+    let is_holder = |lease: Option<&Lease>| {
+        let holder = lease.and_then(|lease| lease.spec.as_ref()?.holder_identity.as_deref());
+        holder == Some(name)
     };
-    await_condition(instances, INSTANCE, is_online).await.unwrap();
+    await_condition(leases, LEASE_PLANNER, is_holder).await.unwrap();
+}
+
+/// Waits until the FluxInstance's status is so.
+async fn until(client: &Client, is_so: impl Fn(&FluxInstanceStatus) -> bool) {
+    let instances = Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE);
+    let is_so =
+        |instance: Option<&FluxInstance>| instance.and_then(|instance| instance.status.as_ref()).is_some_and(&is_so);
+    await_condition(instances, INSTANCE, is_so).await.unwrap();
+}
+
+/// Returns what `until` returns, and the most requests that the planner has sent in one second before that.
+async fn watch_requests<T>(planner: &mut Planner, until: impl Future<Output = T>) -> (T, f64) {
+    let (mut until, mut most, mut before) = (std::pin::pin!(until), 0.0_f64, 0.0);
+    loop {
+        tokio::select! {
+            done = &mut until => return (done, most),
+            () = sleep(Duration::from_secs(1)) => {
+                let now = planner.requests();
+                (most, before) = (most.max(now - before), now);
+            }
+        }
+    }
 }
 
 /// From the event with the report of node `number`'s host to the event with the roster that has it.

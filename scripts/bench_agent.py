@@ -7,7 +7,7 @@ Ten nodes, so that some agents watch no Lease, as nearly all do in a large clust
 for SECONDS (default: 120), by Linux: processor time, threads, memory, bytes written, and requests by the agents' own metrics. Prints JSON.
 BINARY, DIR: as for bench_elastic.py."""
 
-import json, os, pathlib, socket, sys, tempfile, time
+import json, os, pathlib, signal, socket, sys, tempfile, time
 
 from bench_elastic import Cluster, until, up
 
@@ -87,6 +87,7 @@ def measure(seconds, place):
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 120
     with tempfile.TemporaryDirectory(prefix="bench-agent.", dir=os.environ.get("DIR", "/var/tmp")) as place:
         print(json.dumps(measure(seconds, place)))

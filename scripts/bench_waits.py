@@ -9,7 +9,7 @@
 Beside 1 and 2: `flux start --test-size=4`, from its start until all four are free, and until it has ended. TURNS times each (default: 8). Prints JSON.
 BINARY, DIR: as for bench_elastic.py."""
 
-import json, os, statistics, subprocess, sys, tempfile, threading, time
+import json, os, signal, statistics, subprocess, sys, tempfile, threading, time
 
 from bench_elastic import Cluster, Failed, joins, until, up
 
@@ -67,6 +67,7 @@ def power(cluster):
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     turns = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     with tempfile.TemporaryDirectory(prefix="bench-waits.", dir=os.environ.get("DIR", "/var/tmp")) as place:
         cluster = Cluster(place, {"maxSize": NODES, "size": NODES}, NODES)
