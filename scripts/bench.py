@@ -4,7 +4,7 @@
     make bench                  or scripts/bench.py, as root: local nodes need it
 
 NODES="10 100 1000": numbers of nodes; the default depends on this machine's memory. SECONDS_IDLE=300: how long to count once all are online; each watch
-begins anew within 290 s. PLANNED=5000: nodes of the bench of the planner alone. SECONDS_AGENT=180: how long to count idle agents. TURNS=8: joins, starts and epochs of
+begins anew within 290 s. PLANNED=5000: nodes of the bench of the planner alone. SECONDS_AGENT=180: how long to count idle agents. TURNS=6: joins, starts and epochs of
 local nodes. ONLY="counts planner": these parts alone, of counts, planner, pure, account, agent, waits, sizes; the others' rows say so.
 BENCH_PROFILE=dev: build without optimisation. Counts hold then, and times are not judged.
 """
@@ -33,6 +33,8 @@ PLANNED = int(os.environ.get("PLANNED", "5000"))
 BENCHES = ["account", "counts", "planner", "pure"]
 FLAT = 1.3
 MEBI = 1 << 20
+# What this script has started and not yet seen end.
+RUNNING = set()
 # An agent of this bench takes 3 MiB, and the API server nearly as much for it. One that is a member also keeps each rank of the roster.
 MEBIBYTES_PER_AGENT = 6
 BYTES_PER_RANK = 700
@@ -67,14 +69,14 @@ def run(*command, seconds=1500, **environment):
     print("$", *words, file=sys.stderr, flush=True)
     begin = time.monotonic()
     with subprocess.Popen(words, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True) as process:
+        RUNNING.add(process)
         try:
             printed, _ = process.communicate(timeout=seconds)
-        except BaseException as error:
-            # A script takes its local nodes down.
+        except subprocess.TimeoutExpired:
+            # A script then takes its local nodes down.
             process.terminate()
             printed, _ = process.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        RUNNING.discard(process)
     print(f"$ {pathlib.Path(words[0]).name} {' '.join(words[1:])}: status {process.returncode} after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return printed if process.returncode == 0 else None
 
@@ -325,17 +327,6 @@ def first_object(text):
     return (objects(text) or ["the bench failed"])[0]
 
 
-def count(built):
-    """The counts for all numbers of nodes. The small ones side by side: they are counts, not times."""
-    seconds, numbers = os.environ.get("SECONDS_IDLE", "300"), numbers_of_nodes()
-    counting = lambda nodes: objects(run(built["counts"], seconds, nodes))
-    small = [nodes for nodes in numbers if nodes <= 100]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = list(pool.map(counting, small))
-    found += [counting(nodes) for nodes in numbers if nodes > 100]
-    return sorted((one for each in found for one in each), key=lambda one: one["nodes"])
-
-
 def on_local_nodes(built, script, *arguments):
     """What a script prints that measures local nodes with a real Flux."""
     with tempfile.TemporaryDirectory() as place:
@@ -346,21 +337,35 @@ def on_local_nodes(built, script, *arguments):
         return first_object(run(sys.executable, f"scripts/{script}", *arguments, BUNDLE=bundle, BINARY=binary, PATH=path))
 
 
+def end_early(*_):
+    for process in list(RUNNING):
+        process.terminate()
+    sys.exit("terminated")
+
+
 def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    signal.signal(signal.SIGTERM, end_early)
     begin = time.monotonic()
     built = build()
     print(f"built after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     begin, result = time.monotonic(), versions()
-    agent = lacking("agent", "flux", "root") or on_local_nodes(built, "bench_agent.py", os.environ.get("SECONDS_AGENT", "180"))
     why = lacking("counts", "api")
-    counted = [] if why else count(built)
+    numbers = [] if why else numbers_of_nodes()
+    counting = lambda nodes: objects(run(built["counts"], os.environ.get("SECONDS_IDLE", "300"), nodes))
+    # The small numbers beside idle agents: all that is counted there, and nearly always waited for.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        agent = lacking("agent", "flux", "root")
+        idle = None if agent else pool.submit(on_local_nodes, built, "bench_agent.py", os.environ.get("SECONDS_AGENT", "180"))
+        found = list(pool.map(counting, [nodes for nodes in numbers if nodes <= 100]))
+        agent = agent or idle.result()
+    found += [counting(nodes) for nodes in numbers if nodes > 100]
+    counted = sorted((one for each in found for one in each), key=lambda one: one["nodes"])
     rows = rows_of_counts(counted) if counted else [missing("what an agent costs", "flat", why or "the bench failed")]
     if counted and counted[-1]["nodes"] < 5000:
         rows.append(missing("the same at 5,000 nodes", "the same", "this machine is too small, or NODES names no such number"))
     rows += rows_of_planner(lacking("planner", "api") or first_object(run(built["planner"], PLANNED)))
     rows += rows_of_agent(agent)
-    rows += rows_of_waits(lacking("waits", "flux", "root") or on_local_nodes(built, "bench_waits.py", os.environ.get("TURNS", "8")))
+    rows += rows_of_waits(lacking("waits", "flux", "root") or on_local_nodes(built, "bench_waits.py", os.environ.get("TURNS", "6")))
     rows += rows_of_pure(lacking("pure") or first_object(run(built["pure"], "--bench")))
     rows.append(row_of_account(lacking("account", "api", "flux") or run(built["account"], "1000", "4", seconds=600) or "the bench failed"))
     rows.append(lacking("sizes") and missing("image; binary in it", "≤ 20 MiB; ≤ 19 MiB", lacking("sizes")) or row_of_sizes())
