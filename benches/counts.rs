@@ -16,6 +16,7 @@ mod crd_server;
 mod many;
 
 use std::{
+    collections::{BTreeMap, BTreeSet},
     fs,
     time::{Duration, Instant},
 };
@@ -141,8 +142,15 @@ fn means(costs: &[&Cost]) -> Value {
         "bytes_of_roster": bytes_of("get configmaps/flux-roster"),
         "bytes_of_broker_toml": bytes_of("get configmaps/flux-broker"),
         "bytes_of_instance": bytes_of("watch fluxinstances"),
-        "by_request": costs.last().map(|cost| cost.own.requests.clone()),
+        "by_request": by_request(costs),
     })
+}
+
+/// Mean of each kind of request.
+fn by_request(costs: &[&Cost]) -> BTreeMap<String, f64> {
+    let all: BTreeSet<_> = costs.iter().flat_map(|cost| cost.own.requests.keys()).collect();
+    let of = |what: &String| mean(costs, |cost| cost.own.requests.get(what).copied().unwrap_or(0));
+    all.into_iter().map(|what| (what.clone(), of(what))).collect()
 }
 
 /// Resident memory of this process, in KiB.
