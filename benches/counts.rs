@@ -9,26 +9,24 @@
 #[allow(dead_code)]
 #[path = "../tests/support/api_server.rs"]
 mod api_server;
+#[allow(dead_code)]
+#[path = "../tests/support/crd_server.rs"]
+mod crd_server;
 #[path = "../tests/support/many/mod.rs"]
 mod many;
 
 use std::{
+    collections::{BTreeMap, BTreeSet},
     fs,
     time::{Duration, Instant},
 };
 
-use api::{CONFIGMAP_ROSTER, FluxInstance, FluxNode, NAMESPACE};
+use api::{CONFIGMAP_ROSTER, FluxNode, NAMESPACE};
 use api_server::ApiServer;
+use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, client};
 use futures::FutureExt;
-use k8s_openapi::{
-    api::core::v1::ConfigMap, apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
-};
-use kube::{
-    Api, Client, Config, CustomResourceExt, ResourceExt,
-    api::PostParams,
-    config::{KubeConfigOptions, Kubeconfig},
-    runtime::wait::{await_condition, conditions},
-};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{Api, ResourceExt, runtime::wait::await_condition};
 use many::{Cost, Fleet, mean, objects::heartbeat};
 use serde_json::{Value, json};
 use tokio::time::{interval, sleep};
@@ -37,8 +35,6 @@ use tokio::time::{interval, sleep};
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// After the last node is online, until what it has begun is over.
 const SETTLES: Duration = Duration::from_secs(30);
-/// kube-apiserver takes seconds to start, and has no event for it.
-const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 fn main() {
     let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench").collect::<Vec<_>>();
@@ -52,33 +48,8 @@ fn main() {
     }
 }
 
-async fn client(server: &ApiServer) -> Client {
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    let mut config = loop {
-        let kubeconfig = Kubeconfig::read_from(server.kubeconfig()).unwrap();
-        match Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await {
-            Ok(config) => break config,
-            // The server has not written its certificate yet.
-            Err(_) => sleep(LOOK_AGAIN).await,
-        }
-    };
-    // The machine's own may not lead to itself.
-    config.proxy_url = None;
-    let client = cluster::client(config).unwrap();
-    let definitions: Api<CustomResourceDefinition> = Api::all(client.clone());
-    for definition in [FluxInstance::crd(), FluxNode::crd()] {
-        while definitions.create(&PostParams::default(), &definition).await.is_err() {
-            sleep(LOOK_AGAIN).await;
-        }
-        let name = definition.metadata.name.unwrap();
-        await_condition(definitions.clone(), &name, conditions::is_crd_established()).await.unwrap();
-    }
-    client
-}
-
 async fn count(nodes: u32, steady: Duration) -> Value {
-    // No controllers run here that would make service accounts, or take the taint of a new Node away.
-    let server = ApiServer::up_with(&["--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"]);
+    let server = ApiServer::up_with(&[WITHOUT_CONTROLLERS]);
     let client = client(&server).await;
     // One node more, which joins later.
     let mut fleet = Fleet::make(client.clone(), nodes + 1).await;
@@ -167,11 +138,19 @@ fn means(costs: &[&Cost]) -> Value {
         "bytes": of(&Cost::bytes),
         "events": of(&Cost::events),
         "rounds": of(&|cost| cost.rounds),
+        "resyncs": of(&|cost| cost.resyncs),
         "bytes_of_roster": bytes_of("get configmaps/flux-roster"),
         "bytes_of_broker_toml": bytes_of("get configmaps/flux-broker"),
         "bytes_of_instance": bytes_of("watch fluxinstances"),
-        "by_request": costs.last().map(|cost| cost.own.requests.clone()),
+        "by_request": by_request(costs),
     })
+}
+
+/// Mean of each kind of request.
+fn by_request(costs: &[&Cost]) -> BTreeMap<String, f64> {
+    let all: BTreeSet<_> = costs.iter().flat_map(|cost| cost.own.requests.keys()).collect();
+    let of = |what: &String| mean(costs, |cost| cost.own.requests.get(what).copied().unwrap_or(0));
+    all.into_iter().map(|what| (what.clone(), of(what))).collect()
 }
 
 /// Resident memory of this process, in KiB.

@@ -42,14 +42,14 @@ def until(what, look, limit=120):
 
 
 class Cluster:
-    def __init__(self, place, instance):
+    def __init__(self, place, instance, nodes=4):
         self.binary = binary()
         self.env = dict(os.environ, FLUX_DISTRIBUTE_LOCAL_DIR=os.path.join(place, "local"))
         spec = os.path.join(place, "instance.yaml")
         kind = {"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance"}
         with open(spec, "w") as file:
             json.dump(kind | {"metadata": {"name": "flux"}, "spec": instance}, file)
-        self.local("up", "--nodes", "4", "--api", "embedded", "--bundle", os.environ["BUNDLE"], "--instance", spec)
+        self.local("up", "--nodes", str(nodes), "--api", "embedded", "--bundle", os.environ["BUNDLE"], "--instance", spec)
         self.env["KUBECONFIG"] = os.path.join(place, "kubeconfig")
         with open(self.env["KUBECONFIG"], "w") as file:
             file.write(self.local("kubeconfig"))
@@ -135,4 +135,5 @@ def main():
                 cluster.down()
 
 
-main()
+if __name__ == "__main__":
+    main()

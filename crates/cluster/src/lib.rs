@@ -17,6 +17,7 @@ mod merge_patch;
 pub mod published;
 pub mod store;
 mod times;
+pub mod version;
 
 use std::time::Duration;
 

@@ -1,28 +1,17 @@
 //! What the planner has read of an object, kept for as long as a watch says that the object is the same.
 
-use std::{collections::HashMap, sync::Arc};
+use std::collections::HashMap;
 
 use api::{CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, NAMESPACE, SECRET_CURVE};
-use futures::{FutureExt, Stream, StreamExt, stream::select_all};
+use cluster::version::{self, Told, Version};
+use futures::{Stream, StreamExt, stream::select_all};
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
-use kube::{
-    Api, Client, ResourceExt,
-    core::PartialObjectMeta,
-    runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
-};
-use serde::de::DeserializeOwned;
-
-/// metadata.resourceVersion of an object, as a watch tells it: `Some(None)` if there is no such object. None until the watch has listed
-/// it, or if an older manifest does not grant the right to watch it.
-pub type Version = Option<Option<String>>;
-
-/// Tells the version of one object.
-type Tell = Arc<dyn Fn() -> Version + Send + Sync>;
+use kube::{Api, Client, core::PartialObjectMeta};
 
 /// The versions of the ConfigMaps and of the Secret that each round depends on. Only their metadata are watched: the planner has written
 /// most of their content itself.
 #[derive(Clone)]
-pub struct Versions(HashMap<&'static str, Tell>);
+pub struct Versions(HashMap<&'static str, Told>);
 
 impl Versions {
     /// Returns the versions, and a stream that keeps them up to date while it is polled. It yields an item for each change.
@@ -30,38 +19,20 @@ impl Versions {
         let maps = Api::<PartialObjectMeta<ConfigMap>>::namespaced(client.clone(), NAMESPACE);
         let secrets = Api::<PartialObjectMeta<Secret>>::namespaced(client.clone(), NAMESPACE);
         let names = [CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES];
-        let watched = names.map(|name| (name, watch_one(maps.clone(), name)));
-        let (told, changes): (Vec<_>, Vec<_>) = watched
-            .into_iter()
-            .chain([(SECRET_CURVE, watch_one(secrets, SECRET_CURVE))])
-            .map(|(name, (tell, changes))| ((name, tell), changes))
-            .unzip();
+        let of_map = |name| {
+            let (told, changes) = version::watch(maps.clone(), name);
+            ((name, told), changes.boxed())
+        };
+        let (secret, of_secret) = version::watch(secrets, SECRET_CURVE);
+        let (told, changes): (Vec<_>, Vec<_>) =
+            names.into_iter().map(of_map).chain([((SECRET_CURVE, secret), of_secret.boxed())]).unzip();
         (Self(told.into_iter().collect()), select_all(changes))
     }
 
     /// The version of object `name`.
     pub fn of(&self, name: &str) -> Version {
-        self.0.get(name).and_then(|tell| tell())
+        self.0.get(name).and_then(Told::now)
     }
-}
-
-fn watch_one<K>(api: Api<PartialObjectMeta<K>>, name: &str) -> (Tell, futures::stream::BoxStream<'static, ()>)
-where
-    K: kube::Resource<DynamicType = ()> + Clone + std::fmt::Debug + DeserializeOwned + Send + Sync + 'static,
-{
-    let (store, writer) = reflector::store::<PartialObjectMeta<K>>();
-    let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
-    let events = watcher(api, config).default_backoff().reflect(writer);
-    let changes = events.filter_map(async |event| event.ok().map(drop)).boxed();
-    (Arc::new(move || version(&store)), changes)
-}
-
-fn version<K>(store: &Store<PartialObjectMeta<K>>) -> Version
-where
-    K: kube::Resource<DynamicType = ()> + Clone + 'static,
-{
-    store.wait_until_ready().now_or_never()?.ok()?;
-    Some(store.state().first().and_then(|object| object.resource_version()))
 }
 
 /// A value that was read when an object had a version.

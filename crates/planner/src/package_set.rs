@@ -14,10 +14,11 @@ use api::{CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_EPOCH_KEY, CONFIGMAP_PACKAGES_K
 use cluster::{
     ApiError, access,
     store::{self, Document},
+    version::Version,
 };
 use locks::question::question;
 
-use crate::kept::{Kept, Version};
+use crate::kept::Kept;
 use packages::{Access, HttpError, SolveError, resolve};
 
 /// Resolves packages in a task of its own, because reading conda-forge's index alone can take minutes.

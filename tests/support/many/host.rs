@@ -1,8 +1,10 @@
 //! Hosts and Flux, as far as agents see them.
 
 use std::{
+    collections::HashSet,
     fs::OpenOptions,
     future::pending,
+    hash::{Hash, Hasher},
     io,
     os::{fd::OwnedFd, unix::fs::OpenOptionsExt},
     path::{Path, PathBuf},
@@ -10,13 +12,14 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use api::{FluxInstanceSpec, IdSet, Resources, Uninstall};
 use futures::future::BoxFuture;
 use hostapi::{
     Answer, Collected, Host, HostError, HostState, HostView, LaunchRecord, Linked, Order, Preflight, Progress, Ran,
-    Refusal, RunningBroker, Verified,
+    Refusal, RosterCopy, RunningBroker, Verified,
 };
 use local::stand_in::{Asked, Broker, Config, ORDERS, Service, Socket};
 use nix::libc;
@@ -24,12 +27,16 @@ use serde_json::json;
 use tokio::{
     sync::{mpsc, watch},
     task::JoinSet,
+    time::Instant,
 };
 
 use super::objects::{self, CORES};
 
 /// Nothing can be made there, so agents leave the machine that they are played on as it is.
 const PREFIX: &str = "/proc/flux-distribute";
+
+/// An agent's longest pause between two rounds (`RESYNC` in crate `agent`), but for what a timer may be early.
+const RESYNC: Duration = Duration::from_millis(9990);
 
 /// What all hosts share: the brokers' overlay.
 pub struct PlayedFlux {
@@ -38,6 +45,25 @@ pub struct PlayedFlux {
     instance_uid: String,
     digest: String,
     online: watch::Sender<IdSet>,
+    /// The roster in the files of a host. Those of hosts that were configured by the same one are one in memory.
+    copies: Mutex<HashSet<Copied>>,
+}
+
+/// A copy of the roster, found by its text.
+struct Copied(RosterCopy);
+
+impl PartialEq for Copied {
+    fn eq(&self, other: &Self) -> bool {
+        self.0 == other.0
+    }
+}
+
+impl Eq for Copied {}
+
+impl Hash for Copied {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.text().hash(state);
+    }
 }
 
 impl PlayedFlux {
@@ -46,7 +72,17 @@ impl PlayedFlux {
         let spec: FluxInstanceSpec = serde_json::from_value(objects::spec(1)).unwrap();
         let digest = api::PackageSet::Bundle(spec.packages.bundle.unwrap()).digest();
         let online = watch::Sender::default();
-        Self { directory: directory.to_owned(), instance_uid: instance_uid.to_owned(), digest, online }
+        let (directory, copies) = (directory.to_owned(), Mutex::default());
+        Self { directory, instance_uid: instance_uid.to_owned(), digest, online, copies }
+    }
+
+    fn copy(&self, text: String) -> RosterCopy {
+        let (copy, mut copies) = (Copied(text.into()), self.copies.lock().unwrap());
+        if let Some(known) = copies.get(&copy) {
+            return known.0.clone();
+        }
+        copies.insert(Copied(copy.0.clone()));
+        copy.0
     }
 }
 
@@ -55,6 +91,8 @@ pub struct PlayedHost {
     number: u32,
     flux: Arc<PlayedFlux>,
     observations: AtomicU64,
+    /// When it was observed last, and how often for no other reason than that this was long ago.
+    seen: Mutex<(Option<Instant>, u64)>,
     state: Mutex<State>,
 }
 
@@ -64,18 +102,31 @@ struct State {
     broker: Option<(RunningBroker, JoinSet<()>)>,
     /// Lead only: the file.
     broker_toml: String,
+    roster: Option<RosterCopy>,
     applied: Option<String>,
 }
 
 impl PlayedHost {
     /// The host of node `number`.
     pub fn new(number: u32, flux: Arc<PlayedFlux>) -> Self {
-        Self { number, flux, observations: AtomicU64::new(0), state: Mutex::default() }
+        Self { number, flux, observations: AtomicU64::new(0), seen: Mutex::default(), state: Mutex::default() }
     }
 
     /// How often it was observed.
     pub fn observations(&self) -> u64 {
         self.observations.load(Ordering::Relaxed)
+    }
+
+    /// How often it was observed for no other reason than that nobody had for ten seconds.
+    pub fn resyncs(&self) -> u64 {
+        self.seen.lock().unwrap().1
+    }
+
+    fn see(&self) {
+        self.observations.fetch_add(1, Ordering::Relaxed);
+        let (last, resyncs) = &mut *self.seen.lock().unwrap();
+        let before = last.replace(Instant::now());
+        *resyncs += u64::from(before.is_some_and(|before| before.elapsed() >= RESYNC));
     }
 
     /// The rank of the broker that runs here.
@@ -86,7 +137,7 @@ impl PlayedHost {
     fn carry_out(&self, order: Order) -> Result<Answer, Refusal> {
         match order {
             Order::Observe | Order::ObserveAgain { .. } => {
-                self.observations.fetch_add(1, Ordering::Relaxed);
+                self.see();
                 Ok(self.observed())
             }
             Order::Preflight(_) => Ok(Answer::Preflight(self.preflight())),
@@ -104,6 +155,7 @@ impl PlayedHost {
                 for file in order.files {
                     match file.path.to_str().unwrap() {
                         "etc/broker.toml" if is_lead => state.broker_toml = file.content,
+                        "etc/roster.json" => state.roster = Some(self.flux.copy(file.content)),
                         broker::files::APPLIED => state.applied = Some(file.content),
                         _ => {}
                     }
@@ -138,6 +190,7 @@ impl PlayedHost {
             state: Some(claim),
             environments: vec![self.flux.digest.clone()],
             broker: state.broker.as_ref().map(|(broker, _)| broker.clone()),
+            roster: state.roster.clone(),
             applied: state.applied.clone(),
             boot_id: objects::boot_id(self.number),
             resources: resources(),

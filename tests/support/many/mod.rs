@@ -47,6 +47,8 @@ pub struct Cost {
     pub planner: Counts,
     /// How many rounds it had: each observes its host once.
     pub rounds: u64,
+    /// How many of them began for no other reason than that the one before was ten seconds ago.
+    pub resyncs: u64,
 }
 
 impl Cost {
@@ -56,6 +58,7 @@ impl Cost {
             own: self.own.since(&before.own),
             planner: self.planner.since(&before.planner),
             rounds: self.rounds - before.rounds,
+            resyncs: self.resyncs - before.resyncs,
         }
     }
 
@@ -153,6 +156,7 @@ impl Fleet {
             own: agent.own.counts(),
             planner: agent.planner.counts(),
             rounds: agent.host.observations(),
+            resyncs: agent.host.resyncs(),
         };
         self.agents.iter().map(cost).collect()
     }

@@ -79,7 +79,7 @@ fn daemon_set() -> DaemonSet {
 }
 
 /// As large as a cloud's nodes are: 15 kB, of which most is the list of images.
-async fn make_node(client: &Client, number: u32) {
+pub async fn make_node(client: &Client, number: u32) {
     let (name, nodes) = (node_name(number), Api::<Node>::all(client.clone()));
     let labels = json!({"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64",
                         "node.kubernetes.io/instance-type": "c7i.16xlarge", "topology.kubernetes.io/zone": "eu-central-1a"});
@@ -116,7 +116,8 @@ fn conditions() -> Value {
     pressures.into_iter().chain([condition("Ready", "True")]).collect()
 }
 
-async fn make_pod(client: &Client, number: u32) {
+/// The agent's pod on node `number`, which runs.
+pub async fn make_pod(client: &Client, number: u32) {
     let (node, pods) = (node_name(number), Api::<Pod>::namespaced(client.clone(), NAMESPACE));
     let name = pod_name(&node);
     let containers = json!([{"name": AGENT_CONTAINER, "image": "flux-distribute"}]);

@@ -285,6 +285,7 @@ impl Sources {
             // The broker keeps running with what was read before.
             debug!(error = error_chain(&error), "can't read what the planner has published");
         }
+        self.published.share(host_roster(host));
     }
 
     fn follow_log(&mut self, host: &HostView) {

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Measures what an agent costs its node while nothing happens, on local nodes. As root.
+
+    BUNDLE=FILE scripts/bench_agent.py [SECONDS]
+
+Ten nodes, so that some agents watch no Lease, as nearly all do in a large cluster. Counted are their agents with all host stages that they start,
+for SECONDS (default: 120), by Linux: processor time, threads, memory, bytes written, and requests by the agents' own metrics. Prints JSON.
+BINARY, DIR: as for bench_elastic.py."""
+
+import json, os, pathlib, signal, socket, sys, tempfile, time
+
+from bench_elastic import Cluster, until, up
+
+NODES = 10
+# The agents of ranks 0 to 3 watch the planner's Lease.
+FIRST_PLAIN_RANK = 4
+TICKS = os.sysconf("SC_CLK_TCK")
+# An agent looks at its host at least this often (RESYNC in crate agent).
+ROUND_EVERY = 10
+SETTLES = 60
+
+
+def of_status(pid, name):
+    lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def cpu_seconds(pid):
+    """Of the agent, and of the children that have ended."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / TICKS
+
+
+def written(pid):
+    lines = pathlib.Path(f"/proc/{pid}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+
+
+def metrics(pid):
+    """What the agent answers at the socket in its pod."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(f"/proc/{pid}/root/tmp/agent.sock")
+        asking.sendall(b"GET /metrics HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")
+        return b"".join(iter(lambda: asking.recv(1 << 16), b"")).decode()
+
+
+def requests(pid):
+    lines = metrics(pid).splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("flux_distribute_api_requests_total"))
+
+
+def is_planner(pid):
+    lines = metrics(pid).splitlines()
+    return any(line.startswith("flux_distribute_planner_round_seconds_count") and float(line.rsplit(" ", 1)[1]) > 0 for line in lines)
+
+
+def measure(seconds, place):
+    cluster = Cluster(place, {"maxSize": 64}, NODES)
+    try:
+        until("all nodes", lambda: up(cluster) == NODES)
+        # What has just begun ends meanwhile, and installed files are checked for the first time.
+        time.sleep(SETTLES)
+        nodes = json.loads(cluster.local("status", "-o", "json"))
+        plain = [node["agentPid"] for node in nodes if node["rank"] >= FIRST_PLAIN_RANK and not is_planner(node["agentPid"])]
+        before = {pid: (cpu_seconds(pid), requests(pid), written(pid)) for pid in plain}
+        begin, threads = time.monotonic(), 0
+        while time.monotonic() < begin + seconds:
+            threads = max([threads] + [of_status(pid, "Threads") for pid in plain])
+            time.sleep(1)
+        took = time.monotonic() - begin
+        used = [(cpu_seconds(pid) - cpu, requests(pid) - asked, written(pid) - wrote) for pid, (cpu, asked, wrote) in before.items()]
+        worst = [max(each) for each in zip(*used)]
+        memory = max(plain, key=lambda pid: of_status(pid, "VmRSS"))
+        return {
+            "seconds": took,
+            "agents": len(plain),
+            "threads": threads,
+            "rss_mib": of_status(memory, "VmRSS") / 1024,
+            "anonymous_mib": of_status(memory, "RssAnon") / 1024,
+            "share_of_core": worst[0] / took,
+            "cpu_ms_per_round": worst[0] * 1000 / (took / ROUND_EVERY),
+            "requests": worst[1],
+            "written_bytes": worst[2],
+        }
+    finally:
+        cluster.down()
+
+
+def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 120
+    with tempfile.TemporaryDirectory(prefix="bench-agent.", dir=os.environ.get("DIR", "/var/tmp")) as place:
+        print(json.dumps(measure(seconds, place)))
+
+
+if __name__ == "__main__":
+    main()

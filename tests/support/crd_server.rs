@@ -1,0 +1,49 @@
+//! A client of a real API server that has our kinds, for programs that count or measure.
+
+use std::time::Duration;
+
+use api::{FluxInstance, FluxNode};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::{
+    Api, Client, Config, CustomResourceExt,
+    api::PostParams,
+    config::{KubeConfigOptions, Kubeconfig},
+    runtime::wait::{await_condition, conditions},
+};
+use tokio::time::sleep;
+
+use crate::api_server::ApiServer;
+
+/// kube-apiserver takes seconds to start, and has no event for it.
+pub const LOOK_AGAIN: Duration = Duration::from_millis(200);
+/// No controllers run here that would make service accounts, or take the taint of a new Node away.
+pub const WITHOUT_CONTROLLERS: &str = "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition";
+
+/// The way to the API server of this kubeconfig, as soon as the server has written its certificate.
+pub async fn config(kubeconfig: &std::path::Path) -> Config {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let mut config = loop {
+        let kubeconfig = Kubeconfig::read_from(kubeconfig).unwrap();
+        match Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await {
+            Ok(config) => break config,
+            Err(_) => sleep(LOOK_AGAIN).await,
+        }
+    };
+    // The machine's own may not lead to itself.
+    config.proxy_url = None;
+    config
+}
+
+/// A client of `server`, once it serves FluxInstances and FluxNodes.
+pub async fn client(server: &ApiServer) -> Client {
+    let client = cluster::client(config(&server.kubeconfig()).await).unwrap();
+    let definitions: Api<CustomResourceDefinition> = Api::all(client.clone());
+    for definition in [FluxInstance::crd(), FluxNode::crd()] {
+        while definitions.create(&PostParams::default(), &definition).await.is_err() {
+            sleep(LOOK_AGAIN).await;
+        }
+        let name = definition.metadata.name.unwrap();
+        await_condition(definitions.clone(), &name, conditions::is_crd_established()).await.unwrap();
+    }
+    client
+}
