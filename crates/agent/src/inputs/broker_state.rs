@@ -330,10 +330,8 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
             Some(instance) => (occupancy.ask(instance).await.ok(), pending(client, instance).await.ok()),
             None => (None, None),
         };
-        let queues = match &instance {
-            Some(_) => queues_in_time(client).await,
-            None => None,
-        };
+        // Also if it does not say what is allocated, as while two jobs seem to have the same cores.
+        let queues = if is_lead { queues_in_time(client).await } else { None };
         let is_scheduler_offline = queues.as_ref().map(|all| all.iter().any(Queue::is_scheduler_offline));
         // What we stop ourselves, we start again within seconds, or the instance ends.
         let stopped = |queue: &Queue| Some(queue).filter(|queue| !queue.is_stopped_by_us()).and_then(Queue::stopped);

@@ -241,7 +241,7 @@ fn held_back((job, since): (u64, Instant), now: Instant) -> Option<String> {
     })
 }
 
-/// What to say about queues that start no jobs. While no scheduler is online, nobody knows which ones are stopped.
+/// What to say about queues that start no jobs. While no scheduler is online, Flux does not say which ones are stopped.
 fn stopped_queues(broker: &BrokerState, now: Instant) -> Option<String> {
     if broker.scheduler_offline_for(now) >= SCHEDULER_AWAY {
         return Some(SCHEDULER_STAYS_OFFLINE.to_owned());
