@@ -111,6 +111,36 @@ fn a_killed_broker_and_a_killed_planner_are_replaced_within_seconds() {
 }
 
 #[test]
+fn a_job_for_which_flux_has_stored_cores_and_told_nobody_runs_after_a_restart() {
+    for pods in [&[][..], &["--pods"]] {
+        let Some(cluster) = Cluster::up(1, pods) else { return };
+        let flux = |words: &[&str]| cluster.exec("node1", &[&["flux"], words].concat());
+        let submit = |words: &[&str]| flux(&[&["submit", "-N1", "--exclusive"], words].concat());
+        // The others wait for this one, which the broker's end ends.
+        submit(&["sleep", "600"]);
+        let jobs = [(); 3].map(|()| submit(&["true"]));
+        for job in &jobs[..2] {
+            let directory = flux(&["job", "id", "--to=kvs", job]);
+            let r = flux(&["R", "encode", "-r0", "-c0", "-H", "node1"]);
+            flux(&["kvs", "put", "--sync", &format!("{directory}.R={r}")]);
+        }
+        kill(Pid::from_raw(cluster.brokers()["node1"].pid), Signal::SIGKILL).unwrap();
+        let mut expected: Vec<_> = jobs.iter().map(|job| format!("{job} COMPLETED")).collect();
+        expected.sort_unstable();
+        // A command that meets a broker on its way up may wait without end.
+        let list = ["timeout", "10", "flux", "jobs", "-ano", "{id} {status}", "--name=true"];
+        cluster.until("the end of the jobs that waited", || {
+            let listed = cluster.ask("node1", &list)?;
+            let mut listed: Vec<_> = listed.lines().collect();
+            listed.sort_unstable();
+            (listed == expected).then_some(())
+        });
+        let queue = flux(&["queue", "status"]);
+        assert!(queue.contains("Scheduling is started"), "{queue}");
+    }
+}
+
+#[test]
 fn an_agent_that_was_suspended_starts_no_broker_under_a_rank_it_has_lost() {
     let Some(cluster) = Cluster::up(3, &[]) else { return };
     cluster.patch(json!({ "spec": { "ranks": { "retain": "5s" } } }));

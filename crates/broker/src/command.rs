@@ -22,8 +22,8 @@ const LONGEST_RUNDIR: usize = 96;
 pub const LIVE_CONFIGURATION: &str = "etc/live.json";
 /// Directory below the prefix that Flux searches for more rc1 tasks (flux-modprobe(1)).
 const MODPROBE: &str = "etc/modprobe";
-/// Path below the prefix of the task that loads [`LIVE_CONFIGURATION`].
-pub const RC1_TASK: &str = "etc/modprobe/rc1.d/flux-distribute.py";
+/// Path below the prefix of [`rc1_tasks`].
+pub const RC1_TASKS: &str = "etc/modprobe/rc1.d/flux-distribute.py";
 /// How long a stopping lead waits for its jobs to end (`broker.cleanup-timeout`).
 const CLEANUP_SECS: u64 = 45;
 /// How long a broker waits for its children to leave (`broker.shutdown-timeout`). A child that is cut off or hangs is
@@ -103,27 +103,12 @@ fn attributes(identity: &BrokerIdentity<'_>) -> Vec<Attribute> {
     ]
 }
 
-/// An rc1 task (flux-modprobe(1)) in Python. Before the lead's resource module starts, it loads the configuration in
-/// which members have their nodes' names. Later, jobs could already have started on ranks that are about to be renamed.
-pub fn rc1_task(prefix: &Path) -> String {
-    let file = json!(prefix.join(LIVE_CONFIGURATION));
-    format!(
-        r#"# Made by flux-distribute: changes are overwritten.
-import json
-
-from flux.modprobe import task
-
-
-@task("flux-distribute-configuration", ranks="0", before=["resource"], needs=["resource"])
-def load_configuration(context):
-    # Without it the broker comes up under other names, and the agent loads it then.
-    try:
-        with open({file}) as file:
-            context.rpc("config.load", json.load(file)).get()
-    except Exception as error:
-        print(f"flux-distribute: can't load the live configuration: {{error}}")
-"#
-    )
+/// The rc1 tasks (flux-modprobe(1)) in Python. Before the lead's resource module starts, one loads the configuration in
+/// which members have their nodes' names: later, jobs could already have started on ranks that are about to be renamed. Before
+/// the scheduler starts, one removes resources that jobs were being given when the broker died.
+pub fn rc1_tasks(prefix: &Path) -> String {
+    let file = json!(prefix.join(LIVE_CONFIGURATION)).to_string();
+    include_str!("rc1_tasks.py").replace(r#""@LIVE_CONFIGURATION@""#, &file)
 }
 
 /// The order to start the broker of `identity` with `settings`.

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use super::command::{LIVE_CONFIGURATION, RC1_TASK, connect_script, rc1_task};
+use super::command::{LIVE_CONFIGURATION, RC1_TASKS, connect_script, rc1_tasks};
 use api::{Rank, Roster};
 use host::{state, users::User};
 use hostapi::HostFile;
@@ -52,7 +52,7 @@ pub fn files(
     if rank == 0 && roster.declares_nodes() {
         let configuration = live_configuration(roster, &BTreeMap::new())?;
         files.push(file(LIVE_CONFIGURATION, configuration.to_string(), 0o644));
-        files.push(file(RC1_TASK, rc1_task(prefix), 0o644));
+        files.push(file(RC1_TASKS, rc1_tasks(prefix), 0o644));
     }
     Ok(files)
 }

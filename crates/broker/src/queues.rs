@@ -16,6 +16,9 @@ use super::{
 
 /// Why a queue is stopped if no scheduler is online (job-manager queues.c).
 pub const SCHEDULER_IS_OFFLINE: &str = "Scheduler is offline";
+/// What to say once no scheduler has been online for longer than a moment.
+pub const SCHEDULER_STAYS_OFFLINE: &str =
+    "Flux's scheduler is offline: `flux-distribute reload` in the pod of the lead's node loads it again";
 /// Why a queue is stopped after a restart with `job-manager.stop-queues-on-restart` (job-manager queue.c).
 pub const STOPPED_BY_RESTART: &str = "Automatically stopped due to restart";
 /// Limit for one request. The job manager may be busy with the jobs of a queue that starts or stops.

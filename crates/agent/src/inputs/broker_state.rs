@@ -64,6 +64,9 @@ pub struct BrokerState {
     pub fits_since: Option<(u64, Instant)>,
     /// Lead only: the queues that start no jobs ([`Queue::stopped`]).
     pub stopped_queues: Vec<String>,
+    /// Lead only: since when no scheduler has been online, while the broker is in state `run`. A live change takes it away for a
+    /// moment.
+    pub scheduler_offline_since: Option<Instant>,
     /// Since when the lead has not answered this broker, or has not counted it as online. On a half-open connection, the broker
     /// itself sees no error (flux-core #6626).
     pub lead_unreachable_since: Option<Instant>,
@@ -97,6 +100,11 @@ impl BrokerState {
         since(self.silent_since, now)
     }
 
+    /// How long no scheduler has been online.
+    pub fn scheduler_offline_for(&self, now: Instant) -> Duration {
+        since(self.scheduler_offline_since, now)
+    }
+
     /// How long the broker has been shutting down.
     pub fn leaving_for(&self, now: Instant) -> Duration {
         since(self.leaving_since, now)
@@ -107,6 +115,14 @@ impl BrokerState {
         let is_leaving = matches!(state.as_str(), "cleanup" | "shutdown" | "finalize" | "goodbye" | "exit");
         self.leaving_since = is_leaving.then(|| self.leaving_since.unwrap_or_else(Instant::now));
         self.state = state;
+    }
+
+    /// None if the job manager has not answered.
+    fn scheduler_is_offline(&mut self, is_offline: Option<bool>) {
+        let since = self.scheduler_offline_since.filter(|_| is_offline != Some(false));
+        let since = since.or_else(|| (is_offline == Some(true)).then(Instant::now));
+        // At its end the broker unloads the scheduler.
+        self.scheduler_offline_since = since.filter(|_| self.state == "run");
     }
 }
 
@@ -314,13 +330,12 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
             Some(instance) => (occupancy.ask(instance).await.ok(), pending(client, instance).await.ok()),
             None => (None, None),
         };
-        let stopped_queues = match &instance {
-            Some(_) => queues_in_time(client).await,
-            None => None,
-        };
+        // Also if it does not say what is allocated, as while two jobs seem to have the same cores.
+        let queues = if is_lead { queues_in_time(client).await } else { None };
+        let is_scheduler_offline = queues.as_ref().map(|all| all.iter().any(Queue::is_scheduler_offline));
         // What we stop ourselves, we start again within seconds, or the instance ends.
         let stopped = |queue: &Queue| Some(queue).filter(|queue| !queue.is_stopped_by_us()).and_then(Queue::stopped);
-        let stopped_queues: Option<Vec<_>> = stopped_queues.map(|all| all.iter().filter_map(stopped).collect());
+        let stopped_queues: Option<Vec<_>> = queues.map(|all| all.iter().filter_map(stopped).collect());
         let before = sender.borrow().state.clone();
         let state = state(client).await;
         sender.send_if_modified(|current| {
@@ -341,6 +356,7 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
                     if current.state == before {
                         next.enter(state.state);
                     }
+                    next.scheduler_is_offline(is_scheduler_offline);
                     next
                 }
                 Err(_) => {
@@ -383,6 +399,28 @@ mod tests {
         let changes = ["quorum", "run"].map(|state| Change::State(state.to_owned()));
         gathered(stream::iter(changes.clone()), |change| passed.push(change)).await;
         assert_eq!(passed, changes);
+    }
+
+    #[test]
+    fn a_scheduler_is_offline_until_the_job_manager_says_otherwise_or_the_broker_ends() {
+        let since = Instant::now();
+        for (before, said, state, expected) in [
+            (None, Some(false), "run", None),
+            (None, None, "run", None),
+            (Some(since), Some(true), "run", Some(since)),
+            (Some(since), None, "run", Some(since)),
+            (Some(since), Some(false), "run", None),
+            (Some(since), Some(true), "finalize", None),
+            (None, Some(true), "finalize", None),
+        ] {
+            let mut broker =
+                BrokerState { state: state.to_owned(), scheduler_offline_since: before, ..BrokerState::default() };
+            broker.scheduler_is_offline(said);
+            assert_eq!(broker.scheduler_offline_since, expected, "{before:?} {said:?} {state}");
+        }
+        let mut broker = BrokerState { state: "run".to_owned(), ..BrokerState::default() };
+        broker.scheduler_is_offline(Some(true));
+        assert!(broker.scheduler_offline_since.is_some());
     }
 
     #[test]

@@ -9,8 +9,8 @@ use super::phase::{NEW, Reasons, has_ended, phase};
 use crate::{
     drains,
     inputs::{
-        applied::Applied, assignment::Assignment, broker_log::Rejected, local_roster::leads, node_inputs::NodeInputs,
-        shutdown::is_shut_down,
+        applied::Applied, assignment::Assignment, broker_log::Rejected, broker_state::BrokerState, local_roster::leads,
+        node_inputs::NodeInputs, shutdown::is_shut_down,
     },
     memory::Memory,
     node_ops::launch_order,
@@ -20,12 +20,15 @@ use api::{
     Adopted, Dump, Facts, FluxNodeStatus, IdSet, JobCounts, LeadFailed, NodePhase, ROSTER_FORMAT, Rank, Roster,
     STAND_IN, Takeover, Want, packed,
 };
+use broker::queues::SCHEDULER_STAYS_OFFLINE;
 use host::dumps::is_of;
 use hostapi::Preflight;
 use model::lead::is_lead_fixed;
 
 /// The scheduler gives cores that are free to the first job of the queue within seconds.
 const HELD_BACK: Duration = Duration::from_mins(1);
+/// A live change takes the scheduler away for less time.
+const SCHEDULER_AWAY: Duration = Duration::from_secs(10);
 
 /// Whether the node is as the planner wants it. None: a new agent has not connected to the broker yet, and the last report stands.
 pub fn readiness(inputs: &NodeInputs) -> Option<bool> {
@@ -115,7 +118,7 @@ pub fn node_status(
                 && inputs.own_spec().is_some_and(|spec| spec.rank.is_some())
         }),
         held_back_job: inputs.broker.fits_since.filter(|_| is_lead).and_then(|held| held_back(held, inputs.at)),
-        stopped_queues: Some(inputs.broker.stopped_queues.join("; ")).filter(|queues| is_lead && !queues.is_empty()),
+        stopped_queues: stopped_queues(&inputs.broker, inputs.at).filter(|_| is_lead),
         drained: instance.map(|instance| drains::in_effect(wanted_drains, &instance.drained)),
         // While the broker is stopped for the next epoch, the planner needs what it had drained.
         drained_by_others: match instance {
@@ -243,6 +246,14 @@ fn held_back((job, since): (u64, Instant), now: Instant) -> Option<String> {
     })
 }
 
+/// What to say about queues that start no jobs. While no scheduler is online, Flux does not say which ones are stopped.
+fn stopped_queues(broker: &BrokerState, now: Instant) -> Option<String> {
+    if broker.scheduler_offline_for(now) >= SCHEDULER_AWAY {
+        return Some(SCHEDULER_STAYS_OFFLINE.to_owned());
+    }
+    Some(broker.stopped_queues.join("; ")).filter(|queues| !queues.is_empty())
+}
+
 /// Ranks that have or had a member, and that the lead's broker does not count as online. Empty until it has told which ones are.
 fn offline(inputs: &NodeInputs) -> Vec<Rank> {
     let online = &inputs.broker.online;
@@ -279,6 +290,16 @@ mod tests {
 
     fn status_before(phase: NodePhase) -> FluxNodeStatus {
         FluxNodeStatus { phase, ..FluxNodeStatus::default() }
+    }
+
+    #[test]
+    fn a_scheduler_that_stays_offline_is_reported_in_place_of_stopped_queues() {
+        let since = Instant::now();
+        let mut broker = BrokerState { stopped_queues: vec!["a is stopped".to_owned()], ..BrokerState::default() };
+        assert_eq!(stopped_queues(&broker, since).as_deref(), Some("a is stopped"));
+        broker = BrokerState { scheduler_offline_since: Some(since), ..BrokerState::default() };
+        assert_eq!(stopped_queues(&broker, since + Duration::from_secs(9)), None);
+        assert_eq!(stopped_queues(&broker, since + Duration::from_secs(10)).as_deref(), Some(SCHEDULER_STAYS_OFFLINE));
     }
 
     fn said(memory: &Memory, step: &Step, before: NodePhase) -> (NodePhase, String) {

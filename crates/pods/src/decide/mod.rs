@@ -24,7 +24,7 @@ mod words;
 
 use std::collections::BTreeSet;
 
-use broker::job_id::JobId;
+use broker::{job_id::JobId, queues::SCHEDULER_STAYS_OFFLINE};
 
 pub use self::{accounts::Accounts, memory::Memory, recovery::Recovery, words::AUTOSCALE_AFTER};
 use self::{
@@ -106,10 +106,7 @@ impl Standing {
             Self::NoBroker => Some("the lead's broker is not in state run".to_owned()),
             Self::Loading => Some("pods or jobs are not known yet".to_owned()),
             Self::Recovering(recovery) => Some(format!("after a restart of the lead's broker, the bridge {recovery}")),
-            Self::NoScheduler => Some(
-                "Flux's scheduler is offline: `flux-distribute reload` in the pod of the lead's node loads it again"
-                    .to_owned(),
-            ),
+            Self::NoScheduler => Some(SCHEDULER_STAYS_OFFLINE.to_owned()),
             Self::Serving => None,
         }
     }
