@@ -65,6 +65,7 @@ fn instances() -> Vec<(InstancePhase, Observed)> {
         change(&mut restarting, rank, &json!({}), &json!({"phase": "Starting", "message": "the broker is starting"}));
     }
     let failed = "spec.packages.specs[0]: \"flux-core ===\" is not a spec of conda: expected a version";
+    let evicted = "n2 has no agent: its pod was evicted (The node was low on resource: memory)";
     vec![
         (InstancePhase::Pending, pending),
         (InstancePhase::Starting, starting),
@@ -72,6 +73,12 @@ fn instances() -> Vec<(InstancePhase, Observed)> {
             InstancePhase::Running,
             instance(
                 &json!({"reason": "RestartPending", "conditions": [condition("RestartPending", "Waits", "spec.topology changes: the restart waits until no job runs")]}),
+            ),
+        ),
+        (
+            InstancePhase::Running,
+            instance(
+                &json!({"reason": "AgentsMissing", "message": evicted, "conditions": [condition("AgentsMissing", "NoPod", evicted)]}),
             ),
         ),
         (InstancePhase::Restarting, restarting),
@@ -129,7 +136,10 @@ fn nodes() -> Vec<(String, NodePhase, Observed)> {
     let of_flux = of_flux
         .into_iter()
         .map(|(what, lead)| (format!("Online, {what}"), NodePhase::Online, observed(4, &json!({}), &lead)));
-    of_phases.chain(of_flux).collect()
+    let mut drained = observed(4, &json!({}), &json!({"drainedByOthers": "1"}));
+    change(&mut drained, 1, &json!({"reason": "drained in Flux: bad disk"}), &json!({}));
+    let drained = ("Online, drained for a reason".to_owned(), NodePhase::Online, drained);
+    of_phases.chain(of_flux).chain([drained]).collect()
 }
 
 /// Nodes with names as long as clouds give them, since the day before.
@@ -168,7 +178,8 @@ fn each_state_is_shown_as_it_was_reviewed_and_no_line_is_wider_than_100_columns(
     let mut text = String::new();
     for (phase, seen) in instances {
         assert_eq!(seen.instance.status.as_ref().unwrap().phase, phase);
-        text += &printed(&format!("FluxInstance: {phase:?}"), seen);
+        let reason = seen.instance.status.as_ref().unwrap().reason.clone();
+        text += &printed(&format!("FluxInstance: {phase:?}, {}", reason.unwrap_or_default()), seen);
     }
     for (name, phase, seen) in nodes {
         assert_eq!(seen.nodes[1].status.as_ref().unwrap().phase, phase);
