@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use futures::{StreamExt, stream::select};
+use futures::{Stream, StreamExt, stream::select};
 use k8s_openapi::jiff::Timestamp;
 use kube::{Client, Resource, ResourceExt, core::DeserializeGuard};
 use metrics::Metrics;
@@ -102,10 +102,12 @@ pub async fn run(
         metrics: metrics.clone(),
         status_written: None,
     };
-    let mut complete = false;
+    let (mut complete, mut has_changed) = (false, false);
     loop {
         // Polling the stream is also what fills the stores.
-        let _ = timeout(TICK, changes.next()).await;
+        if !std::mem::take(&mut has_changed) {
+            let _ = timeout(TICK, changes.next()).await;
+        }
         // When everything is being deleted, the right to write is gone within half a second, so don't gather.
         let gathered = Instant::now() + if caches.is_over() { Duration::ZERO } else { GATHER };
         while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
@@ -114,7 +116,8 @@ pub async fn run(
             continue;
         }
         let begun = Instant::now();
-        let done = planner.once(&caches).await;
+        let done;
+        (done, has_changed) = beside(&mut changes, planner.once(&caches)).await;
         metrics.planner_round(begun.elapsed());
         match done {
             // A deadline that was moved is in the status, which is written last.
@@ -128,6 +131,19 @@ pub async fn run(
                 planner.forget();
                 planner.report(&caches, &error).await;
             }
+        }
+    }
+}
+
+/// What a round returns, and whether something has changed meanwhile. The stores are filled during a round, too: it may write thousands of
+/// FluxNodes, and the next one would write again what it has not seen written.
+async fn beside<T>(changes: &mut (impl Stream<Item = ()> + Unpin), round: impl Future<Output = T>) -> (T, bool) {
+    let (mut round, mut has_changed) = (pin!(round), false);
+    loop {
+        tokio::select! {
+            biased;
+            done = &mut round => return (done, has_changed),
+            Some(()) = changes.next() => has_changed = true,
         }
     }
 }
@@ -514,5 +530,35 @@ impl Planner {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::stream;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn changes_are_taken_up_during_a_round_and_told_after_it() {
+        for (count, expected) in [(0, false), (1, true), (3, true)] {
+            let taken = AtomicBool::new(count == 0);
+            let changes = stream::iter(1..=count).map(|number| taken.store(number == count, Ordering::Relaxed));
+            let mut changes = changes.chain(stream::pending());
+            // A round that ends only if all of them have been taken up.
+            let round = async {
+                while !taken.load(Ordering::Relaxed) {
+                    tokio::task::yield_now().await;
+                }
+                "done"
+            };
+            assert_eq!(beside(&mut changes, round).await, ("done", expected), "{count}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_round_ends_without_changes_and_after_the_last_one() {
+        assert_eq!(beside(&mut stream::pending(), async { 7 }).await, (7, false));
+        assert_eq!(beside(&mut stream::empty(), tokio::task::yield_now()).await, ((), false));
     }
 }
