@@ -1,7 +1,10 @@
 //! Which ranks the lead's broker must drain or undrain: the difference between what the planner wants and what the broker reports.
 //! Ranks that people have drained stay as they are.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+};
 
 use api::IdSet;
 use broker::{
@@ -76,13 +79,15 @@ pub fn by_others(drained: &[Drained]) -> IdSet {
     ranks(drained, is_theirs)
 }
 
-/// Why people have drained ranks: the first reasons, each up to a limit. A reason that nobody gave is none.
+/// Why people have drained ranks: the reasons with the most ranks, each up to a limit. A reason that nobody gave is none.
 pub fn reasons_of_others(drained: &[Drained]) -> BTreeMap<String, IdSet> {
     let mut reasons = BTreeMap::<String, IdSet>::new();
     for drained in drained.iter().filter(|drained| is_theirs(&drained.reason) && !drained.reason.is_empty()) {
         let reason = drained.reason.chars().take(LONGEST_REASON).collect();
         reasons.entry(reason).or_default().0.extend(&drained.ranks.0);
     }
+    let mut reasons: Vec<_> = reasons.into_iter().collect();
+    reasons.sort_by_key(|(_, ranks)| Reverse(ranks.len()));
     reasons.into_iter().take(MOST_REASONS).collect()
 }
 

@@ -388,7 +388,7 @@ pub struct FluxNodeStatus {
     #[serde(default, skip_serializing_if = "IdSet::is_empty")]
     #[schemars(with = "String")]
     pub drained_by_others: IdSet,
-    /// Lead only: why somebody else has drained ranks (idset, RFC 22), by reason; the first reasons, each up to its first 100 characters.
+    /// Lead only: why somebody else has drained ranks (idset, RFC 22), by reason; the 16 reasons with the most ranks, each up to its first 100 characters.
     #[serde(
         default,
         skip_serializing_if = "std::collections::BTreeMap::is_empty",

@@ -33,15 +33,16 @@ def remove_resources_never_given(context):
     # Without it the scheduler goes offline, and the next start tries again.
     try:
         import flux.kvs
-        from flux.constants import FLUX_KVS_SYNC
 
         jobs = with_resources_never_given()
         if not jobs:
             return
         for job in jobs:
-            print(f"flux-distribute: job {job.f58} waits again: Flux had stored resources for it, and not given them", flush=True)
             flux.kvs.put_unlink(context.handle, f"{job.kvs}.R")
-        flux.kvs.commit(context.handle, FLUX_KVS_SYNC)
+        # Not synced: if the broker dies again, the next start finds the same. A full disk refuses only what is synced.
+        flux.kvs.commit(context.handle)
+        for job in jobs:
+            print(f"flux-distribute: job {job.f58} waits again: Flux had stored resources for it, and not given them", flush=True)
         manager = context.modprobe.get_task("job-manager")
         context.rpc("module.remove", {"name": manager.name}).get()
         manager.run(context)

@@ -21,6 +21,8 @@ use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
 /// Drain reason of a rank that has no member any more while its broker is still in the overlay.
 const HAS_LEFT: &str = "its node has left the instance";
 
+/// How many reasons of people are looked at: an agent reports no more.
+const MOST_REASONS: usize = 16;
 /// How many characters of people's reason for a drain a message has at most.
 const LONGEST_REASON: usize = 100;
 
@@ -165,9 +167,9 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
 /// That people have drained `rank`, with their reason if the lead's agent reports one; None if they have not.
 fn drained_in_flux(seen: &Observed, roster: &Roster, rank: Rank) -> Option<String> {
     let report = of_lead(seen, roster).filter(|report| report.drained_by_others.contains(rank))?;
-    let reason = report.drain_reasons.iter().find(|(_, ranks)| ranks.contains(rank));
+    // A captured agent's token can report more of them, and longer ones.
+    let reason = report.drain_reasons.iter().take(MOST_REASONS).find(|(_, ranks)| ranks.contains(rank));
     Some(match reason {
-        // A captured agent's token can report a longer one.
         Some((reason, _)) => format!("drained in Flux: {}", reason.chars().take(LONGEST_REASON).collect::<String>()),
         None => "somebody has drained it in Flux: `flux resource drain` shows why".to_owned(),
     })

@@ -55,14 +55,16 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     let mut parts: Vec<String> = vec![text.trim().to_owned()];
     // `.dockerconfigjson`, `credentials.json`, `values.yaml`
     let document = serde_json::from_str(&text).ok().or_else(|| serde_norway::from_str::<Value>(&text).ok());
+    let mut names = Vec::new();
     if let Some(document) = document {
-        leaves(&document, &mut parts);
+        leaves(&document, &mut parts, &mut names);
     }
+    let mut words = Vec::new();
     // `.env`, `.npmrc`, `.condarc`
     for line in text.lines() {
         let named = ['=', ':'].iter().filter_map(|sign| line.split_once(*sign));
         let values = named.filter(|(name, _)| !is_public(name.trim()));
-        parts.extend(
+        words.extend(
             values.map(|(_, value)| {
                 value.trim_matches(|c| is_blank(c) || is_quote(c) || matches!(c, ',' | ';')).to_owned()
             }),
@@ -73,19 +75,21 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
             let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
             let value = line[at + 1..].trim_start_matches(|c| is_blank(c) || is_quote(c));
             let word = value.split(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
-            parts.extend((!is_public(name)).then(|| word.to_owned()));
+            words.extend((!is_public(name)).then(|| word.to_owned()));
         }
         // A URL's password.
         let user = line.split_once("://").and_then(|(_, after)| after.rsplit_once('@')).map(|(user, _)| user);
-        parts.extend(user.and_then(|user| user.split_once(':')).map(|(_, password)| password.to_owned()));
+        words.extend(user.and_then(|user| user.split_once(':')).map(|(_, password)| password.to_owned()));
         // `.netrc`
-        let words = line.split_whitespace().zip(line.split_whitespace().skip(1));
-        parts.extend(words.filter(|(name, _)| *name == "password").map(|(_, value)| value.to_owned()));
+        let pairs = line.split_whitespace().zip(line.split_whitespace().skip(1));
+        words.extend(pairs.filter(|(name, _)| *name == "password").map(|(_, value)| value.to_owned()));
     }
     let is_sign = |c: char| is_end(c) || matches!(c, '=' | ':' | '@' | '/');
     for splits in [&is_end as &dyn Fn(char) -> bool, &is_sign] {
-        parts.extend(text.split(splits).filter(|word| word.len() >= SHORTEST_WORD).map(str::to_owned));
+        words.extend(text.split(splits).filter(|word| word.len() >= SHORTEST_WORD).map(str::to_owned));
     }
+    // `credentials.json` and `.dockerconfigjson` name hosts, which errors are about.
+    parts.extend(words.into_iter().filter(|word| !names.iter().any(|name: &String| name.contains(word))));
     let is_secret = |part: &String| {
         let is_number = part.bytes().all(|byte| byte.is_ascii_digit());
         part.len() >= if is_number { SHORTEST_NUMBER } else { SHORTEST }
@@ -97,10 +101,14 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     parts.into_iter().map(String::into_bytes).chain(whole).collect()
 }
 
-/// Certificates in PEM are public, and long.
+/// Certificates in PEM are public, and long. What flux-keygen(1) writes above its keys is public too: a host, a time, and versions, which stand
+/// in each log.
 fn without_certificates(text: &str) -> String {
+    let is_of_keygen = text.contains("ZeroMQ CURVE");
+    let is_secret = |line: &&str| !is_of_keygen || !line.trim_start().starts_with("keygen.");
+    let text: String = text.split_inclusive('\n').filter(is_secret).collect();
     let (begin, end) = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----");
-    let (mut left, mut rest) = (String::new(), text);
+    let (mut left, mut rest) = (String::new(), text.as_str());
     while let Some((before, after)) = rest.split_once(begin) {
         left.push_str(before);
         rest = after.split_once(end).map_or("", |(_, after)| after);
@@ -108,8 +116,8 @@ fn without_certificates(text: &str) -> String {
     left + rest
 }
 
-/// The texts and numbers in a document; of `user:password` in base64, as registries have it, the password too.
-fn leaves(document: &Value, found: &mut Vec<String>) {
+/// The texts and numbers in a document; of `user:password` in base64, as registries have it, the password too. And the names of its fields.
+fn leaves(document: &Value, found: &mut Vec<String>, names: &mut Vec<String>) {
     match document {
         Value::String(text) => {
             found.push(text.clone());
@@ -124,11 +132,13 @@ fn leaves(document: &Value, found: &mut Vec<String>) {
             }
         }
         Value::Number(number) => found.push(number.to_string()),
-        Value::Array(items) => items.iter().for_each(|item| leaves(item, found)),
+        Value::Array(items) => items.iter().for_each(|item| leaves(item, found, names)),
         Value::Object(fields) => {
             // The user of a kubeconfig is an object, and holds a token.
             let secret = fields.iter().filter(|(name, value)| !(value.is_string() && is_public(name)));
-            secret.for_each(|(_, value)| leaves(value, found));
+            secret.for_each(|(_, value)| leaves(value, found, names));
+            // A URL with a password in it is no mere name.
+            names.extend(fields.keys().filter(|name| !name.contains('@')).cloned());
         }
         _ => {}
     }

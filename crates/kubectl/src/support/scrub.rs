@@ -241,6 +241,23 @@ mod tests {
     }
 
     #[test]
+    fn what_stands_beside_a_secret_stays_readable() {
+        let key = "+8M}7Mne75j8311?gT{DDzC62brArt0zcS88asUB";
+        let keygen = format!(
+            "#  ZeroMQ CURVE **Secret** Certificate\n\nmetadata\n    name = \"flux\"\n    keygen.flux-core-version = \"0.88.0\"\n    \
+             keygen.hostname = \"login1\"\n    keygen.time = \"2026-11-28T19:32:38\"\ncurve\n    secret-key = \"{key}\"\n"
+        );
+        let log = "2026-11-28T19:32:40Z login1 has Flux 0.88.0\n";
+        assert_eq!(scrubbed(&[("curve.cert", &keygen)], &format!("{log}{key}")), format!("{log}{MASK}"));
+        let login = r#"{"auths": {"https://registry.example.org/v2": {"username": "robot", "password": "hunter2hunter2hunter2"}}}"#;
+        let log = "GET https://registry.example.org/v2: 401\n";
+        let told = format!("{log}hunter2hunter2hunter2");
+        assert_eq!(scrubbed(&[(".dockerconfigjson", login)], &told), format!("{log}{MASK}"));
+        let in_name = r#"{"https://robot:hunter2hunter2@registry.example.org": "x"}"#;
+        assert_eq!(scrubbed(&[("logins", in_name)], "hunter2hunter2"), MASK);
+    }
+
+    #[test]
     fn a_tree_has_no_secret_before_it_is_folded() {
         let scrub = Scrub::of(std::iter::once(("value", "two words".as_bytes())));
         let mut tree = serde_json::json!({"a": ["x two words y", 1], "b": {"c": "Bearer abc"}});
