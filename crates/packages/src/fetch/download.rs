@@ -339,7 +339,7 @@ impl Download<'_> {
                 Ok(Ok(Some(chunk))) => {
                     let bytes = chunk.len() as u64;
                     if server.is_peer()
-                        && let Some(why) = self.not_from_peers(part.have(), bytes, &mut spare).await?
+                        && let Some(why) = self.not_from_peers(part, bytes, &mut spare).await?
                     {
                         break TransferEnd::NotFromPeers(why);
                     }
@@ -359,14 +359,16 @@ impl Download<'_> {
         Ok(taken)
     }
 
-    /// Why peers may not send `bytes` more of this archive, of which `have` bytes are there; None if they may. `spare`: the
-    /// bytes that they may send until the disk's room is looked at again.
-    async fn not_from_peers(&self, have: u64, bytes: u64, spare: &mut u64) -> io::Result<Option<String>> {
-        let Some(most) = self.one.most_of_unknown_size() else { return Ok(None) };
+    /// Why peers may not send `bytes` more of this archive; None if they may. `spare`: the bytes that they may send until the disk's room is
+    /// looked at again.
+    async fn not_from_peers(&self, part: &mut Part, bytes: u64, spare: &mut u64) -> io::Result<Option<String>> {
+        let (Some(most), have) = (self.one.most_of_unknown_size(), part.have()) else { return Ok(None) };
         if have + bytes > most {
             return Ok(Some(format!("it is bigger than {most} bytes")));
         }
         if bytes > *spare {
+            // What is still in the buffer has no room on the disk yet.
+            part.flush().await?;
             *spare = self.spare().await?;
         }
         let Some(left) = spare.checked_sub(bytes) else {
