@@ -54,7 +54,8 @@ class Waits(Cluster):
         self.down()
         until("a cluster without us", lambda: kubectl("get", "namespace", "flux-distribute", "--ignore-not-found").strip() == "" or "not yet")
         kubectl("apply", "-f", self.manifest)
-        waited = -self.all_run({}) + self.has_all()
+        begin = self.all_run({})
+        waited = self.has_all() - begin
         pods = [pod["metadata"]["name"] for pod in json.loads(ours("get", "pods", *PODS))["items"]]
         took = [sum(float(number) / (1000 if unit == "ms" else 1) for number, unit in DONE.findall(ours("logs", pod))) for pod in pods]
         print(f"measured: packages took {statistics.median(took):.2f} s of it, at most {max(took):.2f} s", flush=True)
@@ -67,8 +68,9 @@ class Waits(Cluster):
             for node in self.nodes:
                 self.power(action, node)
         begin = self.all_run(before)
+        waited = self.has_all() - begin
         self.beside()
-        return self.has_all() - begin
+        return waited
 
     def power_of_one(self):
         lead = self.instance()["status"]["lead"]

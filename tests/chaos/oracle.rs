@@ -68,7 +68,7 @@ pub fn judge(scene: &mut Scene, row: &Row, before: &Before, hit: &Hit) -> Result
     Ok(Outcome { healed, jobs_lost: usize::from(lost.is_some()), brokers_restarted: restarted.count() })
 }
 
-/// A job runs on all nodes; or a command of Flux, if the job and the pods leave no core of any node.
+/// Runs a job on all nodes; if the job and the pods leave no core free, runs a command by flux-exec(1) instead.
 fn runs_jobs(scene: &Scene) -> Result<(), String> {
     let nodes = scene.nodes.to_string();
     let ranks: BTreeSet<u32> = scene.brokers().values().map(|broker| broker.rank).collect();

@@ -1,5 +1,6 @@
 # Made by flux-distribute: changes are overwritten.
-# More rc1 tasks (flux-modprobe(1)). What fails here is printed to the broker's log, and the broker starts all the same.
+# More rc1 tasks (flux-modprobe(1)). What fails here is printed to the broker's log, and the start goes on.
+# Only a job manager that can't be loaded again ends it.
 import json
 
 from flux.modprobe import task
@@ -39,7 +40,7 @@ def remove_resources_never_given(context):
             return
         for job in jobs:
             flux.kvs.put_unlink(context.handle, f"{job.kvs}.R")
-        # Not synced: if the broker dies again, the next start finds the same. A full disk refuses only what is synced.
+        # Not synced, because a full disk refuses only synced commits. If the broker dies again, the next start finds the same jobs.
         flux.kvs.commit(context.handle)
         for job in jobs:
             print(f"flux-distribute: job {job.f58} waits again: Flux had stored resources for it, and not given them", flush=True)
@@ -50,8 +51,8 @@ def remove_resources_never_given(context):
         print(f"flux-distribute: can't remove resources that jobs were never given: {error}", flush=True)
 
 
-# Where jobs ran when the broker died, job-exec ends them as it starts. If it does that between the scheduler's first two requests (RFC 27:
-# hello, ready), the scheduler never hears of it, and keeps their cores for ever.
+# If jobs ran when the broker died, job-exec ends them as it starts. If that falls between the scheduler's first two requests (RFC 27: hello,
+# ready), the scheduler never hears of it and keeps their cores for ever.
 @task("flux-distribute-scheduler", ranks="0", needs=["job-exec"], after=["sched"], before=["job-exec"])
 def wait_for_scheduler(context):
     # Without it cores may be lost, which the agent reports.

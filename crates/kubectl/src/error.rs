@@ -46,7 +46,7 @@ pub(crate) enum KubectlError {
     Interrupted {
         /// The signal's number.
         signal: i32,
-        /// What goes on without this process.
+        /// What the interrupted command leaves: what goes on in the cluster, or that nothing was changed.
         goes_on: &'static str,
     },
     /// The cluster is in a state in which the command can't work.

@@ -299,7 +299,8 @@ mod tests {
 
     #[test]
     fn an_instance_that_runs_needs_somebody_if_its_message_says_so() {
-        for (type_, reason, expected) in [("AgentsMissing", "NoPod", Act), ("RestartPending", "Waits", Look)] {
+        for (type_, reason, expected) in [("AgentsMissing", "AgentNotRunning", Act), ("RestartPending", "Waits", Look)]
+        {
             let condition = json!({"type": type_, "status": "True", "reason": reason, "message": "so it is", "lastTransitionTime": "2026-01-01T00:00:00Z"});
             let status = json!({"message": "n2: so it is", "conditions": [condition]});
             let instance = overview(&crate::fixture::observed(1, &status, &json!({}))).instance;

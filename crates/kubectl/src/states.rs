@@ -78,7 +78,7 @@ fn instances() -> Vec<(InstancePhase, Observed)> {
         (
             InstancePhase::Running,
             instance(
-                &json!({"reason": "AgentsMissing", "message": evicted, "conditions": [condition("AgentsMissing", "NoPod", evicted)]}),
+                &json!({"reason": "AgentNotRunning", "message": evicted, "conditions": [condition("AgentsMissing", "AgentNotRunning", evicted)]}),
             ),
         ),
         (InstancePhase::Restarting, restarting),

@@ -111,17 +111,17 @@ impl Observed<'_> {
 
 /// True if the lead's agent reports that an administrator has ended the running epoch with flux-shutdown(1).
 pub fn is_shut_down(seen: &Observed, roster: &Roster) -> bool {
-    of_lead(seen, roster).is_some_and(|report| report.adopted.is_none() && report.shut_down == Some(roster.epoch))
+    lead_report(seen, roster).is_some_and(|report| report.adopted.is_none() && report.shut_down == Some(roster.epoch))
 }
 
 /// Ranks that someone other than flux-distribute has drained, from the last report of the lead's agent. Flux stores a
 /// drain by rank and name, so a node that took such a rank would get no jobs.
 pub(crate) fn drained_by_others<'a>(seen: &'a Observed, roster: &Roster) -> Option<&'a IdSet> {
-    of_lead(seen, roster).map(|report| &report.drained_by_others)
+    lead_report(seen, roster).map(|report| &report.drained_by_others)
 }
 
 /// The last report of the lead's agent.
-pub(crate) fn of_lead<'a>(seen: &'a Observed, roster: &Roster) -> Option<&'a FluxNodeStatus> {
+pub(crate) fn lead_report<'a>(seen: &'a Observed, roster: &Roster) -> Option<&'a FluxNodeStatus> {
     seen.reports.get(&roster.lead()?.node)
 }
 

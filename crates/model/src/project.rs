@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     lead::LEAD_PATIENCE,
-    observed::{Observed, is_shut_down, no_room, of_lead},
+    observed::{Observed, is_shut_down, lead_report, no_room},
     tree::parent,
 };
 use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
@@ -166,7 +166,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
 
 /// That people have drained `rank`, with their reason if the lead's agent reports one; None if they have not.
 fn drained_in_flux(seen: &Observed, roster: &Roster, rank: Rank) -> Option<String> {
-    let report = of_lead(seen, roster).filter(|report| report.drained_by_others.contains(rank))?;
+    let report = lead_report(seen, roster).filter(|report| report.drained_by_others.contains(rank))?;
     // A captured agent's token can report more of them, and longer ones.
     let reason = report.drain_reasons.iter().take(MOST_REASONS).find(|(_, ranks)| ranks.contains(rank));
     Some(match reason {

@@ -117,7 +117,7 @@ pub async fn run(
         }
         let begun = Instant::now();
         let done;
-        (done, has_changed) = beside(&mut changes, planner.once(&caches)).await;
+        (done, has_changed) = with_changes(&mut changes, planner.once(&caches)).await;
         metrics.planner_round(begun.elapsed());
         match done {
             // A deadline that was moved is in the status, which is written last.
@@ -135,9 +135,9 @@ pub async fn run(
     }
 }
 
-/// What a round returns, and whether something has changed meanwhile. The stores are filled during a round, too: it may write thousands of
-/// FluxNodes, and the next one would write again what it has not seen written.
-async fn beside<T>(changes: &mut (impl Stream<Item = ()> + Unpin), round: impl Future<Output = T>) -> (T, bool) {
+/// Runs a round and takes up changes during it; returns what the round returns, and whether anything has changed. A round may write thousands of
+/// FluxNodes: if the stores did not see them until its end, the next round would write them again.
+async fn with_changes<T>(changes: &mut (impl Stream<Item = ()> + Unpin), round: impl Future<Output = T>) -> (T, bool) {
     let (mut round, mut has_changed) = (pin!(round), false);
     loop {
         tokio::select! {
@@ -552,13 +552,13 @@ mod tests {
                 }
                 "done"
             };
-            assert_eq!(beside(&mut changes, round).await, ("done", expected), "{count}");
+            assert_eq!(with_changes(&mut changes, round).await, ("done", expected), "{count}");
         }
     }
 
     #[tokio::test]
     async fn a_round_ends_without_changes_and_after_the_last_one() {
-        assert_eq!(beside(&mut stream::pending(), async { 7 }).await, (7, false));
-        assert_eq!(beside(&mut stream::empty(), tokio::task::yield_now()).await, ((), false));
+        assert_eq!(with_changes(&mut stream::pending(), async { 7 }).await, (7, false));
+        assert_eq!(with_changes(&mut stream::empty(), tokio::task::yield_now()).await, ((), false));
     }
 }

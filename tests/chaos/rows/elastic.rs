@@ -30,7 +30,7 @@ pub fn rows() -> Vec<Row> {
             let (lead, spared) = (scene.lead(), scene.pick_follower());
             let mut nodes = Nodes { there: scene.names().into_iter().collect(), ..Nodes::default() };
             nodes.spared.clone_from(&spared);
-            // Nothing happens to their machines.
+            // No fault of this row hits the machines of these two nodes.
             let job = scene.submit_on([&lead, &spared]);
             for _ in 0..CHANGES {
                 nodes.change(scene, &lead);

@@ -51,7 +51,7 @@ fn is_public(name: &str) -> bool {
 /// A secret, and the parts of it that are secrets themselves.
 pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     let text = String::from_utf8_lossy(secret);
-    let text = without_certificates(&text);
+    let text = without_public_text(&text);
     let mut parts: Vec<String> = vec![text.trim().to_owned()];
     // `.dockerconfigjson`, `credentials.json`, `values.yaml`
     let document = serde_json::from_str(&text).ok().or_else(|| serde_norway::from_str::<Value>(&text).ok());
@@ -88,7 +88,7 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     for splits in [&is_end as &dyn Fn(char) -> bool, &is_sign] {
         words.extend(text.split(splits).filter(|word| word.len() >= SHORTEST_WORD).map(str::to_owned));
     }
-    // `credentials.json` and `.dockerconfigjson` name hosts, which errors are about.
+    // A field's name is no secret: `credentials.json` and `.dockerconfigjson` name hosts so, and errors are about these.
     parts.extend(words.into_iter().filter(|word| !names.iter().any(|name: &String| name.contains(word))));
     let is_secret = |part: &String| {
         let is_number = part.bytes().all(|byte| byte.is_ascii_digit());
@@ -101,12 +101,12 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     parts.into_iter().map(String::into_bytes).chain(whole).collect()
 }
 
-/// Certificates in PEM are public, and long. What flux-keygen(1) writes above its keys is public too: a host, a time, and versions, which stand
-/// in each log.
-fn without_certificates(text: &str) -> String {
+/// Drops what is public: certificates in PEM, which are long, and the host, time and versions that flux-keygen(1) writes above its keys, which
+/// stand in each log.
+fn without_public_text(text: &str) -> String {
     let is_of_keygen = text.contains("ZeroMQ CURVE");
-    let is_secret = |line: &&str| !is_of_keygen || !line.trim_start().starts_with("keygen.");
-    let text: String = text.split_inclusive('\n').filter(is_secret).collect();
+    let is_kept = |line: &&str| !is_of_keygen || !line.trim_start().starts_with("keygen.");
+    let text: String = text.split_inclusive('\n').filter(is_kept).collect();
     let (begin, end) = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----");
     let (mut left, mut rest) = (String::new(), text.as_str());
     while let Some((before, after)) = rest.split_once(begin) {

@@ -63,7 +63,10 @@ async fn write(cluster: &Cluster, options: &SupportOptions) -> Result<ExitCode, 
     Ok(if is_empty { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// What is to become `file`, under a name of its own and for its owner only; removed unless it becomes that. An older `file` stays.
+/// Creates the file in which the archive is written, readable for its owner only. Dropping the path removes it; [`write`] renames it to `file`.
+///
+/// # Errors
+/// There is a `file` already, or none can be made there.
 fn create(file: &Path) -> io::Result<(File, TempPath)> {
     if file.symlink_metadata().is_ok() {
         return Err(io::ErrorKind::AlreadyExists.into());
