@@ -6,7 +6,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
 };
 
-use api::IdSet;
+use api::{IdSet, LONGEST_DRAIN_REASON, MOST_DRAIN_REASONS};
 use broker::{
     rfc3::{Client, RpcError},
     status::{self, DrainMode, Drained, InstanceStatus},
@@ -22,11 +22,6 @@ pub(super) const THIS_HOST_UNINSTALLED: &str = "flux-distribute uninstall: this 
 /// Seconds after which the command that drained a rank must have been killed: it only observes the host once more and stops the
 /// broker.
 const LONGEST_BY_HAND: f64 = 300.0;
-
-/// How many reasons of people a report has at most.
-const MOST_REASONS: usize = 16;
-/// How many characters of such a reason a report has at most.
-const LONGEST_REASON: usize = 100;
 
 /// What the broker must drain and undrain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -83,12 +78,12 @@ pub fn by_others(drained: &[Drained]) -> IdSet {
 pub fn reasons_of_others(drained: &[Drained]) -> BTreeMap<String, IdSet> {
     let mut reasons = BTreeMap::<String, IdSet>::new();
     for drained in drained.iter().filter(|drained| is_theirs(&drained.reason) && !drained.reason.is_empty()) {
-        let reason = drained.reason.chars().take(LONGEST_REASON).collect();
+        let reason = drained.reason.chars().take(LONGEST_DRAIN_REASON).collect();
         reasons.entry(reason).or_default().0.extend(&drained.ranks.0);
     }
     let mut reasons: Vec<_> = reasons.into_iter().collect();
     reasons.sort_by_key(|(_, ranks)| Reverse(ranks.len()));
-    reasons.into_iter().take(MOST_REASONS).collect()
+    reasons.into_iter().take(MOST_DRAIN_REASONS).collect()
 }
 
 fn is_ours(reason: &str) -> bool {

@@ -296,6 +296,11 @@ pub struct JobCounts {
     pub pending: u32,
 }
 
+/// Most reasons in [`FluxNodeStatus::drain_reasons`].
+pub const MOST_DRAIN_REASONS: usize = 16;
+/// Most characters of such a reason.
+pub const LONGEST_DRAIN_REASON: usize = 100;
+
 /// State of the node. Its own agent writes it; only `account` comes from the lead's agent.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq, JsonSchema)]
 #[serde(rename_all = "camelCase")]

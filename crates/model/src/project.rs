@@ -16,15 +16,12 @@ use crate::{
     observed::{Observed, is_shut_down, lead_report, no_room},
     tree::parent,
 };
-use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, Rank, Roster, Want};
+use api::{
+    FluxNode, FluxNodeSpec, FluxNodeStatus, IdSet, LONGEST_DRAIN_REASON, MOST_DRAIN_REASONS, Rank, Roster, Want,
+};
 
 /// Drain reason of a rank that has no member any more while its broker is still in the overlay.
 const HAS_LEFT: &str = "its node has left the instance";
-
-/// How many reasons of people are looked at: an agent reports no more.
-const MOST_REASONS: usize = 16;
-/// How many characters of people's reason for a drain a message has at most.
-const LONGEST_REASON: usize = 100;
 
 /// Computes the specs of all `present` FluxNodes whose Node exists or whose broker may still run. `is_local`: see
 /// [`peers::assign_sources`].
@@ -167,10 +164,12 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
 /// That people have drained `rank`, with their reason if the lead's agent reports one; None if they have not.
 fn drained_in_flux(seen: &Observed, roster: &Roster, rank: Rank) -> Option<String> {
     let report = lead_report(seen, roster).filter(|report| report.drained_by_others.contains(rank))?;
-    // A captured agent's token can report more of them, and longer ones.
-    let reason = report.drain_reasons.iter().take(MOST_REASONS).find(|(_, ranks)| ranks.contains(rank));
+    // Not only what our agents report: whoever has the token of one can write more reasons, and longer ones.
+    let reason = report.drain_reasons.iter().take(MOST_DRAIN_REASONS).find(|(_, ranks)| ranks.contains(rank));
     Some(match reason {
-        Some((reason, _)) => format!("drained in Flux: {}", reason.chars().take(LONGEST_REASON).collect::<String>()),
+        Some((reason, _)) => {
+            format!("drained in Flux: {}", reason.chars().take(LONGEST_DRAIN_REASON).collect::<String>())
+        }
         None => "somebody has drained it in Flux: `flux resource drain` shows why".to_owned(),
     })
 }
