@@ -7,9 +7,6 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 #[allow(dead_code)]
-#[path = "../tests/support/api_server.rs"]
-mod api_server;
-#[allow(dead_code)]
 #[path = "../tests/support/crd_server.rs"]
 mod crd_server;
 #[path = "../tests/support/many/mod.rs"]
@@ -22,8 +19,7 @@ use std::{
 };
 
 use api::{CONFIGMAP_ROSTER, FluxNode, NAMESPACE};
-use api_server::ApiServer;
-use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, client};
+use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, client};
 use futures::FutureExt;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{Api, ResourceExt, runtime::wait::await_condition};

@@ -7,9 +7,6 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 #[allow(dead_code)]
-#[path = "../tests/support/api_server.rs"]
-mod api_server;
-#[allow(dead_code)]
 #[path = "../tests/support/crd_server.rs"]
 mod crd_server;
 #[path = "../tests/support/many/mod.rs"]
@@ -27,9 +24,8 @@ use api::{
     Adopted, CONFIGMAP_ROSTER, Facts, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeSpec,
     FluxNodeStatus, INSTANCE, IdSet, LEASE_PLANNER, NAMESPACE, NodePhase, PackageSet, ROSTER_FORMAT, Resources, Want,
 };
-use api_server::ApiServer;
 use cluster::lease_rules::Place;
-use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, client, config};
+use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, client, config};
 use futures::{StreamExt, stream};
 use k8s_openapi::api::{coordination::v1::Lease, core::v1::ConfigMap};
 use kube::{

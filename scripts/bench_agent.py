@@ -36,22 +36,21 @@ def written(pid):
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
 
 
-def metrics(pid):
-    """What the agent answers at the socket in its pod."""
+def metric(pid, name):
+    """Sum of these series that the agent answers at the socket in its pod."""
     with socket.socket(socket.AF_UNIX) as asking:
         asking.connect(f"/proc/{pid}/root/tmp/agent.sock")
         asking.sendall(b"GET /metrics HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")
-        return b"".join(iter(lambda: asking.recv(1 << 16), b"")).decode()
+        lines = b"".join(iter(lambda: asking.recv(1 << 16), b"")).decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"flux_distribute_{name}"))
 
 
 def requests(pid):
-    lines = metrics(pid).splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("flux_distribute_api_requests_total"))
+    return metric(pid, "api_requests_total")
 
 
 def is_planner(pid):
-    lines = metrics(pid).splitlines()
-    return any(line.startswith("flux_distribute_planner_round_seconds_count") and float(line.rsplit(" ", 1)[1]) > 0 for line in lines)
+    return metric(pid, "planner_round_seconds_count") > 0
 
 
 def measure(seconds, place):

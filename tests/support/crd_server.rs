@@ -1,5 +1,8 @@
 //! A client of a real API server that has our kinds, for programs that count or measure.
 
+#[path = "api_server.rs"]
+pub mod api_server;
+
 use std::time::Duration;
 
 use api::{FluxInstance, FluxNode};
@@ -12,7 +15,7 @@ use kube::{
 };
 use tokio::time::sleep;
 
-use crate::api_server::ApiServer;
+use api_server::ApiServer;
 
 /// kube-apiserver takes seconds to start, and has no event for it.
 pub const LOOK_AGAIN: Duration = Duration::from_millis(200);

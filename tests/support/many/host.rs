@@ -1,10 +1,8 @@
 //! Hosts and Flux, as far as agents see them.
 
 use std::{
-    collections::HashSet,
     fs::OpenOptions,
     future::pending,
-    hash::{Hash, Hasher},
     io,
     os::{fd::OwnedFd, unix::fs::OpenOptionsExt},
     path::{Path, PathBuf},
@@ -46,24 +44,7 @@ pub struct PlayedFlux {
     digest: String,
     online: watch::Sender<IdSet>,
     /// The roster in the files of a host. Those of hosts that were configured by the same one are one in memory.
-    copies: Mutex<HashSet<Copied>>,
-}
-
-/// A copy of the roster, found by its text.
-struct Copied(RosterCopy);
-
-impl PartialEq for Copied {
-    fn eq(&self, other: &Self) -> bool {
-        self.0 == other.0
-    }
-}
-
-impl Eq for Copied {}
-
-impl Hash for Copied {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.text().hash(state);
-    }
+    copies: Mutex<Vec<RosterCopy>>,
 }
 
 impl PlayedFlux {
@@ -77,12 +58,12 @@ impl PlayedFlux {
     }
 
     fn copy(&self, text: String) -> RosterCopy {
-        let (copy, mut copies) = (Copied(text.into()), self.copies.lock().unwrap());
-        if let Some(known) = copies.get(&copy) {
-            return known.0.clone();
+        let (copy, mut copies) = (RosterCopy::from(text), self.copies.lock().unwrap());
+        if let Some(known) = copies.iter().find(|known| **known == copy) {
+            return known.clone();
         }
-        copies.insert(Copied(copy.0.clone()));
-        copy.0
+        copies.push(copy.clone());
+        copy
     }
 }
 

@@ -17,8 +17,8 @@ use crate::{
     step::Step,
 };
 use api::{
-    Adopted, Dump, Facts, FluxNodeStatus, IdSet, JobCounts, LeadFailed, NodePhase, ROSTER_FORMAT, Rank, Roster,
-    STAND_IN, Takeover, Want, packed,
+    Adopted, Dump, Facts, FluxNodeStatus, JobCounts, LeadFailed, NodePhase, ROSTER_FORMAT, Rank, Roster, STAND_IN,
+    Takeover, Want, packed,
 };
 use broker::queues::SCHEDULER_STAYS_OFFLINE;
 use host::dumps::is_of;
@@ -83,6 +83,12 @@ pub fn node_status(
     let copy = host.roster.as_ref().filter(|_| inputs.roster_is_gone && leads(host, inputs.own_spec()));
     let wanted_drains = inputs.own_spec().map_or(&no_drains, |spec| &spec.drain);
     let holds = if inputs.published.is_empty() { before.cached_package_sets } else { inputs.held_archives.clone() };
+    // While the broker is stopped for the next epoch, the planner needs what it had drained.
+    let (drained_by_others, drain_reasons) = match instance {
+        Some(instance) => (drains::by_others(&instance.drained), drains::reasons_of_others(&instance.drained)),
+        None if leads(host, inputs.own_spec()) => (before.drained_by_others, before.drain_reasons),
+        None => Default::default(),
+    };
     Some(FluxNodeStatus {
         needs_attention: phase == NodePhase::Failed && trouble.is_some_and(|trouble| trouble.lasting),
         phase,
@@ -120,17 +126,8 @@ pub fn node_status(
         held_back_job: inputs.broker.fits_since.filter(|_| is_lead).and_then(|held| held_back(held, inputs.at)),
         stopped_queues: stopped_queues(&inputs.broker, inputs.at).filter(|_| is_lead),
         drained: instance.map(|instance| drains::in_effect(wanted_drains, &instance.drained)),
-        // While the broker is stopped for the next epoch, the planner needs what it had drained.
-        drained_by_others: match instance {
-            Some(instance) => drains::by_others(&instance.drained),
-            None if leads(host, inputs.own_spec()) => before.drained_by_others,
-            None => IdSet::default(),
-        },
-        drain_reasons: match instance {
-            Some(instance) => drains::reasons_of_others(&instance.drained),
-            None if leads(host, inputs.own_spec()) => before.drain_reasons,
-            None => BTreeMap::new(),
-        },
+        drained_by_others,
+        drain_reasons,
         closed_epoch: closed(inputs),
         shut_down: shut_down(inputs),
         applied_revision: is_lead.then(|| Applied::of(host)).flatten().map(|applied| applied.revision),
