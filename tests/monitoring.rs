@@ -334,6 +334,16 @@ fn the_panels_lie_beside_each_other_and_ask_the_chosen_prometheus() {
     }
 }
 
+/// `$__rate_interval` is the panel's interval and one more scrape: the data source's setting, by default 15 seconds, however often Prometheus
+/// scrapes. By default that is each minute, and a rate needs two scrapes.
+#[test]
+fn rates_need_no_more_than_a_scrape_each_minute() {
+    let panels = panels();
+    let rates = panels.iter().filter(|panel| panel["targets"].to_string().contains("$__rate_interval"));
+    let intervals: BTreeSet<_> = rates.map(|panel| panel["interval"].as_str().unwrap_or_default()).collect();
+    assert_eq!(intervals, BTreeSet::from(["2m", "5m"]));
+}
+
 fn asks_promtool(words: &[&str], input: &str) {
     let mut command = Command::new(promtool().unwrap());
     command
