@@ -15,17 +15,28 @@ mod many;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use api::{CONFIGMAP_ROSTER, FluxNode, NAMESPACE};
-use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, client};
+use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, client, config};
 use futures::FutureExt;
+use hyper_rustls::HttpsConnector;
+use hyper_util::{
+    client::legacy::{Client as HttpClient, connect::HttpConnector},
+    rt::TokioExecutor,
+};
 use k8s_openapi::api::core::v1::ConfigMap;
-use kube::{Api, ResourceExt, runtime::wait::await_condition};
+use kube::{
+    Api, Client, Config, ResourceExt,
+    client::{Body, ConfigExt},
+    runtime::wait::await_condition,
+};
 use many::{Cost, Fleet, mean, objects::heartbeat};
 use serde_json::{Value, json};
 use tokio::time::{interval, sleep};
+use tower::{Layer, ServiceExt};
 
 /// kubelets write the status of each Node this often, of clouds that have them do so.
 const HEARTBEAT: Duration = Duration::from_secs(10);
@@ -48,7 +59,8 @@ async fn count(nodes: u32, steady: Duration) -> Value {
     let server = ApiServer::up_with(&[WITHOUT_CONTROLLERS]);
     let client = client(&server).await;
     // One node more, which joins later.
-    let mut fleet = Fleet::make(client.clone(), nodes + 1).await;
+    let config = config(&server.kubeconfig()).await;
+    let mut fleet = Fleet::make(client.clone(), move || multiplexed(&config), nodes + 1).await;
     let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
     let kubelets = tokio::spawn(async move {
         let mut beats = interval(HEARTBEAT);
@@ -96,6 +108,18 @@ async fn count(nodes: u32, steady: Duration) -> Value {
         "start": part(&start), "steady_secs": steady.as_secs_f64(), "steady": part(&steady_costs),
         "join_secs": join.as_secs_f64(), "failover_secs": failover.as_secs_f64(), "failover": part(&failover_costs),
     })
+}
+
+/// A client with one connection of HTTP/2 for all that it asks. Over HTTP/1.1 each watch takes one, and a process may not have enough files for thousands
+/// of agents. What is counted is the same.
+fn multiplexed(config: &Config) -> Client {
+    let mut tls = config.rustls_client_config().unwrap();
+    tls.alpn_protocols = vec![b"h2".to_vec()];
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    let connector = HttpsConnector::from((tcp, Arc::new(tls)));
+    let http = HttpClient::builder(TokioExecutor::new()).http2_only(true).build::<_, Body>(connector);
+    Client::new(config.base_uri_layer().layer(http).map_err(tower::BoxError::from), NAMESPACE)
 }
 
 /// Starts the agent of node `number`; returns how long the planner takes from its report of the host to the roster that has it.

@@ -71,7 +71,8 @@ impl Counted {
     }
 
     async fn count(nodes: u32) -> Self {
-        let mut fleet = Fleet::make(embedded(), nodes).await;
+        let server = embedded();
+        let mut fleet = Fleet::make(server.clone(), move || server.clone(), nodes).await;
         fleet.start(0..nodes as usize);
         fleet.online(nodes as usize).await;
         let start = fleet.costs();

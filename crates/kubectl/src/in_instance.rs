@@ -7,7 +7,7 @@ use kube::ResourceExt;
 use crate::{
     agent_pod::{OnNode, agent_pod},
     error::KubectlError,
-    kubectl::{Stdin, run_kubectl},
+    kubectl::{Stdin, become_kubectl},
     observed::{Cluster, Observed},
     screen::complain,
 };
@@ -146,7 +146,7 @@ fn in_instance(
         arguments.push("--".to_owned());
         arguments.extend(command);
     }
-    run_kubectl(&cluster.connection, &arguments, streams.stdin)
+    Err(become_kubectl(&cluster.connection, &arguments, streams.stdin))
 }
 
 /// The nodes that a hostlist names, each with its rank. Pure.

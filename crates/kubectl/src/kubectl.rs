@@ -2,7 +2,7 @@
 
 use std::{
     os::unix::process::CommandExt,
-    process::{Command, ExitCode, Stdio},
+    process::{Command, Stdio},
 };
 
 use crate::{arguments::Connection, error::KubectlError};
@@ -18,21 +18,14 @@ pub(crate) enum Stdin {
 }
 
 /// Becomes kubectl on the same cluster, so that a signal for this process ends kubectl too, and kubectl's exit code is this process's.
-/// Returns only if it fails.
-///
-/// # Errors
-/// kubectl can't be run.
-pub(crate) fn run_kubectl(
-    connection: &Connection,
-    arguments: &[String],
-    stdin: Stdin,
-) -> Result<ExitCode, KubectlError> {
+/// Returns only if kubectl can't be run.
+pub(crate) fn become_kubectl(connection: &Connection, arguments: &[String], stdin: Stdin) -> KubectlError {
     let mut command = command(connection, &["--namespace".to_owned(), NAMESPACE.to_owned()]);
     command.args(arguments);
     if stdin == Stdin::Nothing {
         command.stdin(Stdio::null());
     }
-    Err(KubectlError::Kubectl(command.exec()))
+    KubectlError::Kubectl(command.exec())
 }
 
 /// Checks that there is a kubectl.

@@ -6,7 +6,7 @@ use crate::{
     agent_pod::agent_pod,
     arguments::LogsOptions,
     error::KubectlError,
-    kubectl::{Stdin, run_kubectl},
+    kubectl::{Stdin, become_kubectl},
     observed::Cluster,
 };
 use api::AGENT_CONTAINER;
@@ -22,5 +22,5 @@ pub(crate) async fn run(cluster: &Cluster, options: &LogsOptions) -> Result<Exit
     arguments.extend(follow.then(|| "--follow".to_owned()));
     arguments.extend(previous.then(|| "--previous".to_owned()));
     arguments.extend(tail.map(|lines| format!("--tail={lines}")));
-    run_kubectl(&cluster.connection, &arguments, Stdin::Nothing)
+    Err(become_kubectl(&cluster.connection, &arguments, Stdin::Nothing))
 }

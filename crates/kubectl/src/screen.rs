@@ -33,7 +33,7 @@ impl Screen {
         let wants_none = std::env::var_os("NO_COLOR").is_some_and(|wish| !wish.is_empty());
         // Without a width of its own, a table asks the terminal. Some terminals say 0.
         let width = if is_terminal { Table::new().width().filter(|width| *width >= LEAST_WIDTH) } else { None };
-        let has_colours = is_terminal && obeys() && !wants_none;
+        let has_colours = is_terminal && obeys_escapes() && !wants_none;
         Self { width: Some(width.unwrap_or(WIDTH)), has_colours }
     }
 
@@ -108,8 +108,8 @@ pub(crate) fn complain(text: &str) {
     let _ = io::stderr().write_all(visible_lines(text).as_bytes());
 }
 
-/// True if a terminal of this process, if it has one, obeys escape sequences.
-pub(crate) fn obeys() -> bool {
+/// True if TERM names a terminal that obeys escape sequences.
+pub(crate) fn obeys_escapes() -> bool {
     std::env::var_os("TERM").is_some_and(|kind| !kind.is_empty() && kind != "dumb")
 }
 
@@ -119,7 +119,7 @@ pub(crate) fn obeys() -> bool {
 /// stdout can't be written.
 pub(crate) fn print_anew(text: &str, between: &str) -> Result<(), KubectlError> {
     // ECMA-48: to the first column of the first line, and erase what follows.
-    let clear = if io::stdout().is_terminal() && obeys() { "\x1b[H\x1b[2J" } else { between };
+    let clear = if io::stdout().is_terminal() && obeys_escapes() { "\x1b[H\x1b[2J" } else { between };
     print(&format!("{clear}{text}"))
 }
 

@@ -65,14 +65,14 @@ fn instances() -> Vec<(InstancePhase, Observed)> {
         change(&mut restarting, rank, &json!({}), &json!({"phase": "Starting", "message": "the broker is starting"}));
     }
     let failed = "spec.packages.specs[0]: \"flux-core ===\" is not a spec of conda: expected a version";
-    let evicted = "n2 has no agent: its pod was evicted (The node was low on resource: memory)";
+    let evicted = "n2 has no agent: its pod was evicted (The node was low on resource: memory.); its broker and jobs keep running, but no agent repairs or reports anything there";
     vec![
         (InstancePhase::Pending, pending),
         (InstancePhase::Starting, starting),
         (
             InstancePhase::Running,
             instance(
-                &json!({"reason": "RestartPending", "conditions": [condition("RestartPending", "Waits", "spec.topology changes: the restart waits until no job runs")]}),
+                &json!({"reason": "RestartPending", "conditions": [condition("RestartPending", "Waits", "fanout 16 -> 32; waits for the jobs on ranks 1-3 to end")]}),
             ),
         ),
         (

@@ -13,7 +13,7 @@ use crate::{
     alike::lines,
     error::KubectlError,
     observed::Observed,
-    screen::{complain, obeys},
+    screen::{complain, obeys_escapes},
 };
 use api::{FluxNode, InstancePhase, NodePhase, Want};
 use base::words::{many, visible};
@@ -95,7 +95,7 @@ enum Shown {
 impl Shown {
     fn on_stderr() -> Self {
         match ProgressStyle::with_template(BAR) {
-            Ok(style) if obeys() && io::stderr().is_terminal() => {
+            Ok(style) if obeys_escapes() && io::stderr().is_terminal() => {
                 Self::Bar(ProgressBar::new(0).with_style(style.progress_chars("##.")))
             }
             _ => Self::Lines { last: String::new() },

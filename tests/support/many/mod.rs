@@ -87,6 +87,8 @@ impl Cost {
 pub struct Fleet {
     /// Does what kubelets and administrators do.
     pub admin: Client,
+    /// Makes the client of an agent that begins.
+    of_agent: Box<dyn Fn() -> Client + Send>,
     /// The agents, by the number of their node.
     pub agents: Vec<Agent>,
     _sockets: tempfile::TempDir,
@@ -99,8 +101,9 @@ struct Arguments {
 }
 
 impl Fleet {
-    /// Makes `nodes` nodes and their pods at the API server that `admin` leads to, and the FluxInstance. No agent runs yet.
-    pub async fn make(admin: Client, nodes: u32) -> Self {
+    /// Makes `nodes` nodes and their pods at the API server that `admin` leads to, and the FluxInstance. No agent runs yet. Each agent will have a
+    /// client that `of_agent` makes.
+    pub async fn make(admin: Client, of_agent: impl Fn() -> Client + Send + 'static, nodes: u32) -> Self {
         let sockets = tempfile::tempdir().unwrap();
         let instance_uid = objects::make(&admin, nodes).await;
         let flux = Arc::new(PlayedFlux::new(sockets.path(), &instance_uid));
@@ -111,19 +114,19 @@ impl Fleet {
             host: Arc::new(PlayedHost::new(number, Arc::clone(&flux))),
             task: None,
         });
-        Self { admin, agents: agents.collect(), _sockets: sockets }
+        Self { admin, of_agent: Box::new(of_agent), agents: agents.collect(), _sockets: sockets }
     }
 
     /// Starts the agents of these nodes.
     pub fn start(&mut self, nodes: impl IntoIterator<Item = usize>) {
         for number in nodes {
-            let agent = &mut self.agents[number];
+            let (client, agent) = ((self.of_agent)(), &mut self.agents[number]);
             let pod = objects::pod_name(&agent.node);
             let words = ["agent", "--node-name", &agent.node, "--pod-name", &pod];
             let Arguments { agent: arguments } = Arguments::parse_from(words);
-            let planner = agent.planner.client(&self.admin);
+            let planner = agent.planner.client(&client);
             let plan = |place| planner::run(planner, pod, place, Metrics::default()).boxed();
-            let simulated = agent::simulate(arguments, agent.own.client(&self.admin), agent.host.clone(), plan);
+            let simulated = agent::simulate(arguments, agent.own.client(&client), agent.host.clone(), plan);
             agent.task = Some(tokio::spawn(simulated));
         }
     }

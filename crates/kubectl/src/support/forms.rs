@@ -4,12 +4,11 @@ use base64::{
     Engine,
     prelude::{BASE64_STANDARD, BASE64_STANDARD_NO_PAD, BASE64_URL_SAFE},
 };
-use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 use serde_json::Value;
 
 use super::{
-    letters::Letters,
     looks::{is_blank, is_end, is_quote},
+    plain::Plain,
 };
 
 /// Shortest secret that is looked for, in bytes: a shorter one is found in half of all words.
@@ -20,11 +19,32 @@ const SHORTEST_NUMBER: usize = 6;
 const FEWEST_LETTERS: usize = 12;
 /// Shortest word of a longer secret, such as a key in a certificate, that is looked for by itself.
 const SHORTEST_WORD: usize = 16;
+/// Most URLs in a line whose passwords are looked for.
+const MOST_URLS: usize = 64;
 /// Most parts of a Secret's value that are looked for: a value has at most 1 MiB, and only a file of another kind than those that hold
 /// credentials has more.
 const MOST_PARTS: usize = 20_000;
+/// Longest part that is looked for by its letters, in bytes. A longer one is looked for as it is, and in its words.
+const LONGEST_BY_LETTERS: usize = 1 << 14;
+/// Shortest line without a blank and with a digit that is looked for by itself: a file may have a token in each line.
+const SHORTEST_LINE: usize = 8;
 /// Fields that hold no secret, although they stand beside one.
-pub(super) const PUBLIC_FIELDS: [&str; 5] = ["username", "user", "email", "namespace", "ca.crt"];
+pub(super) const PUBLIC_FIELDS: [&str; 14] = [
+    "username",
+    "user",
+    "email",
+    "namespace",
+    "ca.crt",
+    "host",
+    "hostname",
+    "port",
+    "server",
+    "database",
+    "dbname",
+    "sslmode",
+    "mode",
+    "level",
+];
 /// Words of objects and logs. As a secret they would protect nothing, and without them no report could be read.
 const COMMON: [&str; 12] = [
     "flux",
@@ -40,8 +60,6 @@ const COMMON: [&str; 12] = [
     "failed",
     "ready",
 ];
-/// RFC 3986 leaves these as they are, and some programs encode them nevertheless.
-pub(super) const RESERVED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
 /// True for one of [`PUBLIC_FIELDS`], in any case.
 fn is_public(name: &str) -> bool {
@@ -75,11 +93,12 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
             let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
             let value = line[at + 1..].trim_start_matches(|c| is_blank(c) || is_quote(c));
             let word = value.split(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
-            words.extend((!is_public(name)).then(|| word.to_owned()));
+            let is_scheme = value[word.len()..].starts_with("://");
+            words.extend((!is_public(name) && !is_scheme).then(|| word.to_owned()));
         }
-        // A URL's password.
-        let user = line.split_once("://").and_then(|(_, after)| after.rsplit_once('@')).map(|(user, _)| user);
-        words.extend(user.and_then(|user| user.split_once(':')).map(|(_, password)| password.to_owned()));
+        words.extend(passwords_of_urls(line));
+        let is_word = !line.trim().contains(is_blank) && line.contains(|c: char| c.is_ascii_digit());
+        words.extend((is_word && line.trim().len() >= SHORTEST_LINE).then(|| line.trim().to_owned()));
         // `.netrc`
         let pairs = line.split_whitespace().zip(line.split_whitespace().skip(1));
         words.extend(pairs.filter(|(name, _)| *name == "password").map(|(_, value)| value.to_owned()));
@@ -88,6 +107,7 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     for splits in [&is_end as &dyn Fn(char) -> bool, &is_sign] {
         words.extend(text.split(splits).filter(|word| word.len() >= SHORTEST_WORD).map(str::to_owned));
     }
+    words.truncate(MOST_PARTS);
     // A field's name is no secret: `credentials.json` and `.dockerconfigjson` name hosts so, and errors are about these.
     parts.extend(words.into_iter().filter(|word| !names.iter().any(|name: &String| name.contains(word))));
     let is_secret = |part: &String| {
@@ -99,6 +119,16 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     parts.truncate(MOST_PARTS);
     let whole = (secret.len() >= SHORTEST && std::str::from_utf8(secret).is_err()).then(|| secret.to_vec());
     parts.into_iter().map(String::into_bytes).chain(whole).collect()
+}
+
+/// The passwords of the URLs in a line, as they stand there and decoded.
+fn passwords_of_urls(line: &str) -> Vec<String> {
+    let ends: [fn(char) -> bool; 2] = [|c| is_end(c) || c == '/', |_| false];
+    let after = line.match_indices("://").map(|(at, sign)| &line[at + sign.len()..]).take(MOST_URLS);
+    // A password may hold what ends a host: so also up to the line's last `@`.
+    let hosts = after.flat_map(|after| ends.map(|end| after.split(end).next().unwrap_or_default()));
+    let passwords = hosts.filter_map(|host| Some(host.rsplit_once('@')?.0.split_once(':')?.1));
+    passwords.flat_map(|text| [text.to_owned(), String::from_utf8_lossy(&Plain::of(text).bytes).into_owned()]).collect()
 }
 
 /// Drops what is public: certificates in PEM, which are long, and the host, time and versions that flux-keygen(1) writes above its keys, which
@@ -121,8 +151,8 @@ fn leaves(document: &Value, found: &mut Vec<String>, names: &mut Vec<String>) {
     match document {
         Value::String(text) => {
             found.push(text.clone());
-            if let Some((_, password)) = BASE64_STANDARD
-                .decode(text)
+            if let Some((_, password)) = BASE64_STANDARD_NO_PAD
+                .decode(text.trim_end_matches('='))
                 .ok()
                 .and_then(|login| String::from_utf8(login).ok())
                 .as_deref()
@@ -144,33 +174,31 @@ fn leaves(document: &Value, found: &mut Vec<String>, names: &mut Vec<String>) {
     }
 }
 
-/// Each way in which a text or an object may hold `part`.
+/// Each way to write `part`, but for escapes: [`Plain`] undoes those.
 pub(super) fn forms(part: &[u8]) -> Vec<String> {
     let mut forms = vec![hex::encode(part), hex::encode_upper(part)];
-    for set in [NON_ALPHANUMERIC, RESERVED] {
-        let encoded = percent_encode(part, set).to_string();
-        forms.extend([lower_case_hex(&encoded), encoded]);
-    }
     if let Ok(text) = std::str::from_utf8(part) {
-        let json = Value::from(text).to_string();
-        let json = json[1..json.len() - 1].to_owned();
-        // As crate encoding/json of Go writes it.
-        let go = |less: &str, greater: &str| json.replace('&', "\\u0026").replace('<', less).replace('>', greater);
-        forms.extend([text.to_owned(), go("\\u003c", "\\u003e"), go("\\u003C", "\\u003E"), json]);
-        // In single quotes of YAML.
-        forms.push(text.replace('\'', "''"));
+        let in_quotes_of_yaml = text.replace('\'', "''");
+        let in_form = text.replace(' ', "+");
+        let backwards = text.chars().rev().collect();
+        forms.extend([text.to_owned(), in_quotes_of_yaml, in_form, backwards]);
     }
     forms.extend((0..3).flat_map(|before| within_base64(part, before)));
+    forms.extend((0..4).flat_map(|before| within_base85(part, before)));
     forms.retain(|form| form.len() >= SHORTEST);
     forms
 }
 
 /// The letters of each form, of rarer ones, and of forms within forms: bytes that are printed as numbers, base32, UTF-16 or JSON in base64,
-/// base64 in base64.
+/// base64 in base64. And all of these backwards.
 pub(super) fn letters(part: &[u8]) -> Vec<Vec<u8>> {
+    if part.len() > LONGEST_BY_LETTERS {
+        return Vec::new();
+    }
     let mut forms = forms(part);
-    forms.push(part.iter().map(u8::to_string).collect());
-    forms.push(base32(part));
+    let numbers: [fn(&u8) -> String; 3] = [u8::to_string, |byte| format!("{byte:#x}"), |byte| format!("{byte:#04x}")];
+    forms.extend(numbers.map(|number| part.iter().map(number).collect()));
+    forms.extend((0..5).map(|before| within_base32(part, before)));
     let mut inner = vec![BASE64_STANDARD_NO_PAD.encode(part).into_bytes(), hex::encode(part).into_bytes()];
     if let Ok(text) = std::str::from_utf8(part) {
         inner.push(Value::from(text).to_string().trim_matches('"').into());
@@ -178,34 +206,50 @@ pub(super) fn letters(part: &[u8]) -> Vec<Vec<u8>> {
     }
     let within = |bytes: &Vec<u8>| (0..3).flat_map(|before| within_base64(bytes, before)).collect::<Vec<_>>();
     forms.extend(inner.iter().flat_map(within));
-    let letters = forms.iter().map(|form| Letters::of(form).letters);
-    letters.filter(|letters| letters.len() >= FEWEST_LETTERS).collect()
+    let letters = forms.iter().map(|form| Plain::of(form).letters().bytes);
+    let long = letters.filter(|letters| letters.len() >= FEWEST_LETTERS);
+    long.flat_map(|letters| [letters.iter().rev().copied().collect(), letters]).collect()
 }
 
-/// In base32 (RFC 4648), alone: as far as its letters stand for `part` only.
-fn base32(part: &[u8]) -> String {
+/// The letters of base32 (RFC 4648) that stand for `part` alone if `before` bytes (modulo 5) precede it.
+fn within_base32(part: &[u8], before: usize) -> String {
     const LETTERS: &[u8; 32] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567";
-    let bit = |at: usize| usize::from((part[at / 8] >> (7 - at % 8)) & 1);
+    let bit = |at: usize| usize::from((part[at / 8 - before] >> (7 - at % 8)) & 1);
     let letter = |first: usize| char::from(LETTERS[(first..first + 5).fold(0, |letter, at| (letter << 1) | bit(at))]);
-    (0..part.len() * 8 / 5).map(|letter_at| letter(letter_at * 5)).collect()
+    // A letter is five bits.
+    ((8 * before).div_ceil(5)..8 * (before + part.len()) / 5).map(|letter_at| letter(letter_at * 5)).collect()
 }
 
-/// Percent-encoded text with the digits of each `%XX` in lower case.
-pub(super) fn lower_case_hex(encoded: &str) -> String {
-    let mut parts = encoded.split('%');
-    let first = parts.next().unwrap_or_default().to_owned();
-    let lower = |part: &str| {
-        let (digits, rest) = part.split_at_checked(2).unwrap_or((part, ""));
-        format!("%{}{rest}", digits.to_ascii_lowercase())
-    };
-    parts.map(lower).fold(first, |text, part| text + &part)
-}
-
-/// The letters that stand for `part` alone where `before` bytes (modulo 3) precede it, in both alphabets of RFC 4648.
+/// The letters that stand for `part` alone if `before` bytes (modulo 3) precede it, in both alphabets of RFC 4648.
 fn within_base64(part: &[u8], before: usize) -> [String; 2] {
     let bytes: Vec<u8> = std::iter::repeat_n(0, before).chain(part.iter().copied()).collect();
     // A letter is six bits. Those at the ends are mixed with what stands before or after.
     let (first, last) = ((8 * before).div_ceil(6), 8 * bytes.len() / 6);
     let cut = |text: String| text.get(first..last).unwrap_or_default().to_owned();
     [cut(BASE64_STANDARD.encode(&bytes)), cut(BASE64_URL_SAFE.encode(&bytes))]
+}
+
+/// The digits of base85 from 0 on: of Z85 (RFC 32 of ZeroMQ), of RFC 1924 as Python and git write it, and of Ascii85.
+const BASE85: [&[u8; 85]; 3] = [
+    b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#",
+    b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~",
+    b"!\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_`abcdefghijklmnopqrstu",
+];
+
+/// The digits that stand for `part` alone if `before` bytes (modulo 4) precede it, in each of [`BASE85`]: four bytes are five digits. Up to its
+/// last whole group, because other bytes may follow, and to its end.
+fn within_base85(part: &[u8], before: usize) -> Vec<String> {
+    let part = part.get((4 - before) % 4..).unwrap_or_default();
+    let whole = &part[..part.len() / 4 * 4];
+    let encoded = |bytes: &[u8], alphabet: &[u8; 85]| {
+        let digits = bytes.chunks(4).flat_map(|group| {
+            // What is lacking in the last group counts as zeros, and has no digits.
+            let byte = |at: usize| u32::from(group.get(at).copied().unwrap_or_default());
+            let number = (0..4).fold(0, |number, at| (number << 8) | byte(at));
+            let digit = move |at: u32| char::from(alphabet[(number / 85_u32.pow(4 - at) % 85) as usize]);
+            (0..=4).take(group.len() + 1).map(digit)
+        });
+        digits.collect()
+    };
+    BASE85.into_iter().flat_map(|alphabet| [encoded(whole, alphabet), encoded(part, alphabet)]).collect()
 }

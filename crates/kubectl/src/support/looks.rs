@@ -4,11 +4,11 @@
 pub(super) const MASK: &str = "***";
 /// Most lines of a private key without an end: RSA keys of 16,384 bits have some 200.
 const LONGEST_KEY: usize = 300;
-/// What is closed to a look begins with one of these: a JSON Web Token (RFC 7519) with base64 of `{"`, gzip (RFC 1952) with that of its first
-/// bytes; and each in base64 once more.
-const CLOSED: [&str; 4] = ["eyJ", "ZXlK", "H4sI", "SDRzS"];
-/// Shortest word that is such a thing.
-const SHORTEST_CLOSED: usize = 40;
+/// How text begins that may hide a secret from [`forms`](super::forms::forms): base64 of `{"`, as JSON Web Tokens do (RFC 7519), and of the first
+/// bytes of gzip (RFC 1952), zstd (RFC 8878), xz, bzip2 and zip; the first two of them also in base64 once more.
+const OPAQUE: [&str; 8] = ["eyJ", "ZXlK", "H4sI", "SDRzS", "KLUv/", "/Td6WFoA", "Qlpo", "UEsDB"];
+/// Fewest bytes of a word that is masked for it.
+const SHORTEST_OPAQUE: usize = 41;
 /// Names whose value is a secret, at their end and in lower case. Unlike the words of [`base::redact::SECRET_WORDS`], which may stand anywhere in
 /// the name of a parameter of a URL, these must not take the values of most fields of an object: `key` and `code` would.
 const SECRET_NAMES: [&str; 13] = [
@@ -46,7 +46,7 @@ pub(super) fn without_patterns(text: &str) -> String {
             return if line.ends_with('\n') { format!("{MASK}\n") } else { MASK.to_owned() };
         }
         // The names last: the scheme of `X-Auth-Token: Bearer TOKEN` is a value of the name.
-        without_closed(&without_named(&without_credentials(line)))
+        without_opaque(&without_named(&without_credentials(line)))
     };
     text.split_inclusive('\n').map(line).collect()
 }
@@ -133,13 +133,13 @@ fn mask_after(line: &str, names: &[&str], value: impl Fn(&str) -> Option<(&str, 
     safe + &line[done..]
 }
 
-/// A line without words that begin as one of [`CLOSED`] does.
-fn without_closed(line: &str) -> String {
+/// Masks each word that has one of [`OPAQUE`], also after a name, as in `token=…`.
+fn without_opaque(line: &str) -> String {
     line.split_inclusive(is_end)
         .map(|word| {
             let bare = word.trim_end_matches(is_end);
-            let is_closed = bare.len() > SHORTEST_CLOSED && CLOSED.iter().any(|begin| bare.contains(begin));
-            if is_closed { word.replace(bare, MASK) } else { word.to_owned() }
+            let is_opaque = bare.len() >= SHORTEST_OPAQUE && OPAQUE.iter().any(|begin| bare.contains(begin));
+            if is_opaque { word.replace(bare, MASK) } else { word.to_owned() }
         })
         .collect()
 }

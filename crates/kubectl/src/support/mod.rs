@@ -2,8 +2,8 @@
 
 mod forms;
 mod gather;
-mod letters;
 mod looks;
+mod plain;
 mod scrub;
 
 use std::{

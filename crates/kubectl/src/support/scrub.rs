@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use super::{
     forms::{PUBLIC_FIELDS, SHORTEST, forms, letters, parts},
-    letters::Letters,
     looks::{MASK, has_secret_name, without_patterns},
+    plain::Plain,
 };
 
 /// Texts by their first bytes.
@@ -31,6 +31,14 @@ impl ByBegin {
         let same = text.first_chunk().and_then(|begin| self.0.get(begin));
         same.into_iter().flatten().filter(|known| text.starts_with(known)).map(Vec::len).max()
     }
+
+    /// Where each of them begins and ends in the text that `plain` is of.
+    fn places(&self, plain: &Plain) -> impl Iterator<Item = (usize, usize)> {
+        (0..plain.bytes.len()).filter_map(|first| {
+            let last = first + self.longest(&plain.bytes[first..])? - 1;
+            Some((plain.places[first].0, plain.places[last].1))
+        })
+    }
 }
 
 /// What has to be taken out: the forms of all secrets, and the letters of these.
@@ -41,13 +49,17 @@ pub(super) struct Scrub {
 
 impl Scrub {
     /// `secrets`: the names and values of Secrets. Each value is looked for whole and in parts, in all the forms in which logs and objects
-    /// hold such things: as it is, in JSON and YAML, percent-encoded, in hexadecimal digits, and in base64, alone or within something
-    /// longer. If it is long, it is also looked for by its letters and digits alone.
+    /// hold such things: as it is and backwards, in JSON and YAML, percent-encoded and escaped otherwise, in hexadecimal digits, and in base64
+    /// and base85, alone or within something longer. If it is long, it is also looked for by its letters and digits alone.
     pub fn of<'a>(secrets: impl Iterator<Item = (&'a str, &'a [u8])>) -> Self {
         let secrets = secrets.filter(|(name, _)| !PUBLIC_FIELDS.contains(name));
         let parts: BTreeSet<Vec<u8>> = secrets.flat_map(|(_, value)| parts(value)).collect();
+        let forms =
+            parts.iter().flat_map(|part| forms(part)).flat_map(|form| [Plain::of(&form).bytes, form.into_bytes()]);
+        // What is no text stands in one as escapes.
+        let forms = forms.chain(parts.iter().cloned());
         Self {
-            forms: ByBegin::of(parts.iter().flat_map(|part| forms(part)).map(String::into_bytes).collect()),
+            forms: ByBegin::of(forms.collect()),
             letters: ByBegin::of(parts.iter().flat_map(|part| letters(part)).collect()),
         }
     }
@@ -74,14 +86,11 @@ impl Scrub {
 
     /// Masks every place where a form stands. Forms may overlap, so all places are found before any is masked.
     fn without_forms(&self, text: &str) -> String {
-        let begins = text.char_indices().map(|(at, _)| at);
-        let mut places: Vec<(usize, usize)> =
-            begins.filter_map(|at| Some((at, at + self.forms.longest(&text.as_bytes()[at..])?))).collect();
-        let Letters { letters, places: of_letters } = Letters::of(text);
-        places.extend((0..letters.len()).filter_map(|first| {
-            let last = first + self.letters.longest(&letters[first..])? - 1;
-            Some((of_letters[first].0, of_letters[last].1))
-        }));
+        let form = |at: usize| Some((at, text.ceil_char_boundary(at + self.forms.longest(&text.as_bytes()[at..])?)));
+        let mut places: Vec<(usize, usize)> = text.char_indices().filter_map(|(at, _)| form(at)).collect();
+        let plain = Plain::of(text);
+        places.extend(self.forms.places(&plain));
+        places.extend(self.letters.places(&plain.letters()));
         places.sort_unstable();
         let (mut safe, mut done) = (String::with_capacity(text.len()), None);
         for (at, end) in places {
@@ -101,12 +110,8 @@ mod tests {
         Engine,
         prelude::{BASE64_STANDARD, BASE64_URL_SAFE},
     };
-    use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 
-    use super::{
-        super::forms::{RESERVED, lower_case_hex},
-        *,
-    };
+    use super::*;
 
     const CERTIFICATE: &str = "metadata\n    name = \"flux\"\ncurve\n    public-key = \"rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7\"\n    secret-key = \"JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6\"\n";
 
@@ -119,14 +124,16 @@ mod tests {
         let key = "JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6";
         for secret in [key, "t0ken/with+signs=", "hunter2-of-the-registry", &login] {
             let hex = hex::encode(secret);
-            let percent = utf8_percent_encode(secret, NON_ALPHANUMERIC).to_string();
+            let percent = |encoded: fn(u8) -> String| -> String {
+                let one = |byte: u8| if byte.is_ascii_alphanumeric() { char::from(byte).into() } else { encoded(byte) };
+                secret.bytes().map(one).collect()
+            };
             for form in [
                 secret.to_owned(),
                 Value::from(secret).to_string(),
-                lower_case_hex(&percent),
-                utf8_percent_encode(secret, RESERVED).to_string(),
+                percent(|byte| format!("%{byte:02x}")),
                 Value::from(secret).to_string().replace('>', "\\u003e").replace('<', "\\u003c").replace('&', "\\u0026"),
-                percent,
+                percent(|byte| format!("%{byte:02X}")),
                 hex.to_uppercase(),
                 hex,
                 BASE64_STANDARD.encode(secret),
@@ -169,6 +176,14 @@ mod tests {
             ("flux", "flux is Online", "flux is Online"),
             ("mode: true\nport: 8051\n", "true 8051", "true 8051"),
             ("https://me:pw-77@example.org/x", "pw-77 at example.org", "*** at example.org"),
+            ("https://me:pw-77@example.org/x@2", "pw-77!", "***!"),
+            ("https://a:pw-one1@h1.x,https://b:pw-two2@h2.x", "pw-one1 pw-two2", "*** ***"),
+            ("https://me:p%40ss%2Fword@example.org/x", "bWU6cEBzcy93b3Jk", "bWU6***"),
+            ("URL=https://me:pw-77@example.org/x\n", "get https://other.org/y", "get https://other.org/y"),
+            ("level=info\nhost=login1\npin=abcd1\n", "INFO info login1 abcd1", "INFO info login1 ***"),
+            ("tokA-123\ntokB-456\n", "used tokB-456", "used ***"),
+            ("two wo ab", "two+wo+ab", "***"),
+            ("{\"auth\": \"bWU6aHVudGVyMg\"}", "hunter2", "***"),
             ("it's", "key 'it''s'", "key '***'"),
             ("abcdef", "abcdef", "***"),
         ] {
@@ -206,18 +221,63 @@ mod tests {
             BASE64_STANDARD.encode(secret.encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<_>>()),
             secret.bytes().map(|byte| format!("\\{byte:03o}")).collect(),
             "MNXXE4TFMN2C2SDPOJZWKLZCMJQXI5DFOJ4SEK2TORQXA3DFHU2DEJR4PA7A====".to_owned(),
-            utf8_percent_encode(&base64(secret), NON_ALPHANUMERIC).to_string(),
+            base64(secret).replace('+', "%2B").replace('/', "%2f").replace('=', "%3D"),
             secret.replace('H', "%2548").replace('S', "%53"),
             secret.to_uppercase(),
+            secret.bytes().map(|byte| format!("{byte:#x}, ")).collect(),
+            secret.chars().rev().collect(),
+            base64(secret).chars().rev().collect(),
+            r"V{dYDWn*+LNN;j;WiKLPVRUq5a(N;vQ*>c)Y-K$(GA2BDJ^".to_owned(),
+            r"v@DydwN/*lnn&J&wIklpvruQ5A^n&Vq/(C!y?k:^ga2bdj]".to_owned(),
+            Value::from(r"@rHC.ARfg688iNiAM56:@<?U&Ed8iZ;flGeCh5ad1+#,.4o").to_string(),
         ] {
             let text = scrubbed(&[("value", secret)], &format!("before {form} after\n"));
             let rest = text.replace(MASK, "");
             assert!(rest.starts_with("before ") && rest.ends_with(" after\n"), "{form}: {text}");
             // Of base64, letters are left that the secret shares with what stands beside it.
-            assert!(Letters::of(&rest).letters.len() < "beforeafter".len() + 5, "{form}: {text}");
+            assert!(Plain::of(&rest).letters().bytes.len() < "beforeafter".len() + 5, "{form}: {text}");
         }
         let sentence = "The horse is correct, and the staple holds 42 batteries.\n";
         assert_eq!(scrubbed(&[("value", secret)], sentence), sentence);
+    }
+
+    #[test]
+    fn a_short_secret_is_found_escaped_backwards_or_in_base85() {
+        let secret = "pw-77-xy";
+        for form in [
+            "\\x70\\x77-77-xy",
+            "pw\\\\u002d77\\\\u002dxy",
+            r"\160\167\055\067\067\055\170\171",
+            "&#112;w&#x2d;77-xy",
+            "p%77-77-x%2579",
+            "yx-77-wp",
+            "aCa>?H!XO1",
+            "E-Elm2_B9\"",
+            "AcA()h.xo1",
+        ] {
+            assert_eq!(scrubbed(&[("value", secret)], &format!("<{form}>")), "<***>", "{form}");
+        }
+        // Within something longer, in RFC 1924's base85: "a…b", and "…z" with the end of a line.
+        assert!(!scrubbed(&[("value", secret)], "VQ_aXH#aSKd13").contains("H#aSK"));
+        assert!(!scrubbed(&[("value", "pw-77-xyz")], "aCa>?H!XO1dI|").contains("H!XO1"));
+        let secret = "pä-7ß-x€";
+        for form in [r"p\u00e4-7\u00df-x\u20ac", "p&#228;-7&#xdf;-x&#8364;", "p%C3%A4-7%c3%9f-x%e2%82%ac"] {
+            assert_eq!(scrubbed(&[("value", secret)], &format!("<{form}>")), "<***>", "{form}");
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_found_as_escapes() {
+        let secret: Vec<u8> = (0..32_u8).map(|byte| byte.wrapping_mul(73).wrapping_add(131)).collect();
+        let scrub = Scrub::of(std::iter::once(("value", secret.as_slice())));
+        let escapes: [fn(&u8) -> String; 3] =
+            [|byte| format!("\\x{byte:02x}"), |byte| format!("\\{byte:03o}"), |byte| format!("%{byte:02X}")];
+        for escape in escapes {
+            let text: String = secret.iter().map(escape).collect();
+            assert_eq!(scrub.text(&format!("<{text}>")), "<***>", "{text}");
+        }
+        // The form of a secret may end within a character of the text.
+        assert_eq!(scrubbed(&[("value", "abcd%c3")], "%4abcdä!"), "%4***!");
     }
 
     #[test]
@@ -277,6 +337,10 @@ mod tests {
             ("authorization: basic cm9ib3Q6cHc=\n", "authorization: basic ***\n"),
             ("at eyJhbGciOiJSUzI1NiIsImtpZCI6IjEifQ.eyJpc3MiOiJrIn0.c2ln\n", "at ***\n"),
             ("at ZXlKaGJHY2lPaUpTVXpJMU5pSXNJbXRwWkNJNklqRWlmUS5leUpw\n", "at ***\n"),
+            ("x: KLUv/SQKUQAAaGVsbG8gd29ybGT/AAAAAAAAAAAAAAA=\n", "x: ***\n"),
+            ("x=/Td6WFoAAATm1rRGBMAODiEBFgAAAAAAAAAAAAAAAAA=\n", "***\n"),
+            ("x: QlpoMTFBWSZTWb0AAAFRAAAQYAQAABAgADDMDBpAAAA=\n", "x: ***\n"),
+            ("x: UEsDBBQAAAAIAAAAIQAAAAAAAAAAAAAAAAAFAAAAaGVs\n", "x: ***\n"),
             ("roster: H4sIAAAAAAAAA8tIzcnJVyjPL8pJUQQAjRqfDgwAAAA=\n", "roster: ***\n"),
             ("PASSWORD=ab DB_TOKEN = 'c d'\n", "PASSWORD=*** DB_TOKEN = '***'\n"),
             ("{\"apiKey\": \"x y\", \"n\": 1}\n", "{\"apiKey\": \"***\", \"n\": 1}\n"),
