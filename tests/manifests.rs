@@ -25,7 +25,7 @@ use k8s_openapi::{
 };
 use model::{
     eligibility::PROTECTING,
-    labels::WRITTEN,
+    labels::OUR_LABELS,
     read::{read, read_instance},
 };
 use pods::{placeholder, pod::PodView};
@@ -121,7 +121,7 @@ fn the_roles_are_bound_to_the_account_that_the_pods_run_as() {
         assert!(policies.iter().any(|policy| policy.contains(&format!("'{name}'"))), "{name}");
     }
     // Each annotation and label that an agent writes onto what has other owners is permitted by the policy of its kind, and by the one about managers.
-    for name in [ANNOTATION_PROTECTS, ANNOTATION_CONSUMED].into_iter().chain(PROTECTING).chain(WRITTEN) {
+    for name in [ANNOTATION_PROTECTS, ANNOTATION_CONSUMED].into_iter().chain(PROTECTING).chain(OUR_LABELS) {
         assert_eq!(policies.iter().filter(|policy| policy.contains(name)).count(), 2, "{name}");
     }
 }

@@ -14,26 +14,26 @@ use serde::de::DeserializeOwned;
 /// it, or if an older manifest does not grant the right to watch it.
 pub type Version = Option<Option<String>>;
 
-/// Tells the version of one object.
+/// The version of one object, as a watch keeps it.
 #[derive(Clone)]
-pub struct Told(Arc<dyn Fn() -> Version + Send + Sync>);
+pub struct WatchedVersion(Arc<dyn Fn() -> Version + Send + Sync>);
 
-impl Told {
+impl WatchedVersion {
     /// The version now.
     pub fn now(&self) -> Version {
         (self.0)()
     }
 }
 
-impl Debug for Told {
+impl Debug for WatchedVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Told").field(&self.now()).finish()
+        f.debug_tuple("WatchedVersion").field(&self.now()).finish()
     }
 }
 
-/// Returns what tells the version of object `name`, and a stream that keeps it up to date while it is polled. It yields an item for each
+/// Returns the version of object `name`, and a stream that keeps it up to date while it is polled. It yields an item for each
 /// change.
-pub fn watch<K>(api: Api<PartialObjectMeta<K>>, name: &str) -> (Told, impl Stream<Item = ()> + Send + use<K>)
+pub fn watch<K>(api: Api<PartialObjectMeta<K>>, name: &str) -> (WatchedVersion, impl Stream<Item = ()> + Send + use<K>)
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
 {
@@ -41,7 +41,7 @@ where
     let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let events = watcher(api, config).default_backoff().reflect(writer);
     let changes = events.filter_map(async |event| event.ok().map(drop));
-    (Told(Arc::new(move || version(&store))), changes)
+    (WatchedVersion(Arc::new(move || version(&store))), changes)
 }
 
 fn version<K>(store: &Store<PartialObjectMeta<K>>) -> Version

@@ -11,7 +11,7 @@ use crate::{
 use api::{LABEL_LEAD, LABEL_ONLINE, LABEL_RANK};
 
 /// All labels that the planner writes.
-pub const WRITTEN: [&str; 3] = [LABEL_RANK, LABEL_LEAD, LABEL_ONLINE];
+pub const OUR_LABELS: [&str; 3] = [LABEL_RANK, LABEL_LEAD, LABEL_ONLINE];
 
 /// The changes while there is an instance. None while it has no roster: what the Nodes say stays.
 pub fn changes(seen: &Observed, planned: Option<&Planned>) -> Vec<NodeChange> {
@@ -49,7 +49,7 @@ fn wanted<'a>(planned: &Planned<'a>, nodes: &NodeIndex<'a>) -> BTreeMap<&'a str,
 fn change(node: &NodeView, wanted: &Labels) -> Option<NodeChange> {
     let differs = |key: &&str| node.labels.get(*key) != wanted.get(key);
     let labels: BTreeMap<_, _> =
-        WRITTEN.into_iter().filter(differs).map(|key| (key.to_owned(), wanted.get(key).cloned())).collect();
+        OUR_LABELS.into_iter().filter(differs).map(|key| (key.to_owned(), wanted.get(key).cloned())).collect();
     (!labels.is_empty()).then(|| NodeChange { labels, ..NodeChange::of(node) })
 }
 
@@ -78,7 +78,7 @@ mod tests {
 
     fn of(world: &World, node: &str) -> [Option<String>; 3] {
         let node = world.nodes.iter().find(|view| view.name == node).unwrap();
-        WRITTEN.map(|key| node.labels.get(key).cloned())
+        OUR_LABELS.map(|key| node.labels.get(key).cloned())
     }
 
     fn labels(rank: &str, lead: bool, online: bool) -> [Option<String>; 3] {

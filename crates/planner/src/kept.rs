@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use api::{CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_PACKAGES, CONFIGMAP_ROSTER, NAMESPACE, SECRET_CURVE};
-use cluster::version::{self, Told, Version};
+use cluster::version::{self, Version, WatchedVersion};
 use futures::{Stream, StreamExt, stream::select_all};
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::{Api, Client, core::PartialObjectMeta};
@@ -11,7 +11,7 @@ use kube::{Api, Client, core::PartialObjectMeta};
 /// The versions of the ConfigMaps and of the Secret that each round depends on. Only their metadata are watched: the planner has written
 /// most of their content itself.
 #[derive(Clone)]
-pub struct Versions(HashMap<&'static str, Told>);
+pub struct Versions(HashMap<&'static str, WatchedVersion>);
 
 impl Versions {
     /// Returns the versions, and a stream that keeps them up to date while it is polled. It yields an item for each change.
@@ -20,18 +20,18 @@ impl Versions {
         let secrets = Api::<PartialObjectMeta<Secret>>::namespaced(client.clone(), NAMESPACE);
         let names = [CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, CONFIGMAP_BROKER, CONFIGMAP_PACKAGES];
         let of_map = |name| {
-            let (told, changes) = version::watch(maps.clone(), name);
-            ((name, told), changes.boxed())
+            let (version, changes) = version::watch(maps.clone(), name);
+            ((name, version), changes.boxed())
         };
         let (secret, of_secret) = version::watch(secrets, SECRET_CURVE);
-        let (told, changes): (Vec<_>, Vec<_>) =
+        let (versions, changes): (Vec<_>, Vec<_>) =
             names.into_iter().map(of_map).chain([((SECRET_CURVE, secret), of_secret.boxed())]).unzip();
-        (Self(told.into_iter().collect()), select_all(changes))
+        (Self(versions.into_iter().collect()), select_all(changes))
     }
 
     /// The version of object `name`.
     pub fn of(&self, name: &str) -> Version {
-        self.0.get(name).and_then(Told::now)
+        self.0.get(name).and_then(WatchedVersion::now)
     }
 }
 

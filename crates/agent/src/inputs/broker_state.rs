@@ -117,8 +117,8 @@ impl BrokerState {
         self.state = state;
     }
 
-    /// None if the job manager has not answered.
-    fn scheduler_is_offline(&mut self, is_offline: Option<bool>) {
+    /// Notes since when the scheduler is offline. `is_offline` is None if the job manager has not answered.
+    fn note_scheduler(&mut self, is_offline: Option<bool>) {
         let since = self.scheduler_offline_since.filter(|_| is_offline != Some(false));
         let since = since.or_else(|| (is_offline == Some(true)).then(Instant::now));
         // At its end the broker unloads the scheduler.
@@ -356,7 +356,7 @@ async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState
                     if current.state == before {
                         next.enter(state.state);
                     }
-                    next.scheduler_is_offline(is_scheduler_offline);
+                    next.note_scheduler(is_scheduler_offline);
                     next
                 }
                 Err(_) => {
@@ -415,11 +415,11 @@ mod tests {
         ] {
             let mut broker =
                 BrokerState { state: state.to_owned(), scheduler_offline_since: before, ..BrokerState::default() };
-            broker.scheduler_is_offline(said);
+            broker.note_scheduler(said);
             assert_eq!(broker.scheduler_offline_since, expected, "{before:?} {said:?} {state}");
         }
         let mut broker = BrokerState { state: "run".to_owned(), ..BrokerState::default() };
-        broker.scheduler_is_offline(Some(true));
+        broker.note_scheduler(Some(true));
         assert!(broker.scheduler_offline_since.is_some());
     }
 

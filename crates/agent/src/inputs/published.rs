@@ -24,7 +24,7 @@ use cluster::{
     self, ApiError, certificate,
     published::read_packages,
     store,
-    version::{self, Told, Version},
+    version::{self, Version, WatchedVersion},
 };
 use hostapi::HostView;
 
@@ -44,7 +44,7 @@ pub struct PublishedState {
     /// Why this version can't read the published roster, and when it was read.
     newer: Option<(Instant, String)>,
     /// Lead only: tells which version the roster has.
-    follows_roster: Option<FollowsRoster>,
+    roster_watch: Option<RosterWatch>,
     /// Lead only: the API server has no roster any more.
     pub roster_is_gone: bool,
     /// The package sets by digest: the one that the spec asks for, then that of the running epoch if it is another one.
@@ -75,11 +75,11 @@ impl PublishedState {
         }
         // The lead uses more of the roster than what makes an entry's revision, and restores it if it is gone.
         if leads(view, Some(spec)) {
-            self.follows_roster.get_or_insert_with(|| FollowsRoster::begin(client));
+            self.roster_watch.get_or_insert_with(|| RosterWatch::begin(client));
         } else {
-            self.follows_roster = None;
+            self.roster_watch = None;
         }
-        let told = self.follows_roster.as_ref().map(|follows| follows.told.now());
+        let told = self.roster_watch.as_ref().map(|watch| watch.version.now());
         let has_changed = told.is_some_and(|told| !self.knows_roster(&told));
         if has_changed || self.newer.is_some() || may_be_outdated(self.roster.as_deref(), spec, view) {
             match self.read_roster(client).await {
@@ -223,17 +223,17 @@ impl PublishedState {
 }
 
 /// A watch on the roster's metadata, for as long as this agent leads.
-struct FollowsRoster {
-    told: Told,
+struct RosterWatch {
+    version: WatchedVersion,
     _watching: AbortOnDropHandle<()>,
 }
 
-impl FollowsRoster {
+impl RosterWatch {
     fn begin(client: &Client) -> Self {
         let maps = Api::<kube::core::PartialObjectMeta<ConfigMap>>::namespaced(client.clone(), NAMESPACE);
-        let (told, changes) = version::watch(maps, CONFIGMAP_ROSTER);
+        let (version, changes) = version::watch(maps, CONFIGMAP_ROSTER);
         let watching = tokio::spawn(changes.for_each(async |()| ()));
-        Self { told, _watching: AbortOnDropHandle::new(watching) }
+        Self { version, _watching: AbortOnDropHandle::new(watching) }
     }
 }
 

@@ -141,7 +141,7 @@ fn resources(resources: &InstanceResources, wrong: &mut Vec<Finding>) {
         let field = format!("spec.resources.properties[{index}]");
         if !is_label_key(key) {
             wrong.push(Finding::new(field, format!("{key:?} is not a label key such as topology.kubernetes.io/zone")));
-        } else if labels::WRITTEN.contains(&key.as_str()) {
+        } else if labels::OUR_LABELS.contains(&key.as_str()) {
             wrong.push(Finding::new(field, nodes::WRITTEN_BY_US));
         }
     }

@@ -35,7 +35,7 @@ fn validate_selector(selector: &LabelSelector, wrong: &mut Vec<Finding>) {
         let field = format!("{field}.matchLabels.{key}");
         if !is_label_key(key) {
             wrong.push(Finding::new(field, format!("{key:?} is not a label key")));
-        } else if labels::WRITTEN.contains(&key.as_str()) {
+        } else if labels::OUR_LABELS.contains(&key.as_str()) {
             wrong.push(Finding::new(field, WRITTEN_BY_US));
         } else if !is_label_value(value) {
             wrong.push(Finding::new(field, format!("{value:?} is not a label value")));
@@ -50,7 +50,7 @@ fn validate_requirement(requirement: &LabelSelectorRequirement, field: &str, wro
     let LabelSelectorRequirement { key, operator, values } = requirement;
     if !is_label_key(key) {
         wrong.push(Finding::new(format!("{field}.key"), format!("{key:?} is not a label key")));
-    } else if labels::WRITTEN.contains(&key.as_str()) {
+    } else if labels::OUR_LABELS.contains(&key.as_str()) {
         wrong.push(Finding::new(format!("{field}.key"), WRITTEN_BY_US));
     }
     let has_values = values.as_ref().is_some_and(|values| !values.is_empty());
