@@ -6,9 +6,10 @@
 mod needs;
 mod support;
 
-use std::{collections::BTreeMap, path::Path, time::Duration};
+use std::{collections::BTreeMap, fs, path::Path, process::Command, time::Duration};
 
 use broker::{
+    command::rc1_tasks,
     message::ANY,
     reload::{ReloadError, reload},
     rfc3::Client,
@@ -181,4 +182,25 @@ async fn the_configuration_is_made_from_the_ranks_that_jobs_hold_and_jobs_go_on(
     assert!(rename("renamed").await.is_empty());
     assert_eq!(instance(&client).await.unwrap().names[&1], "renamed");
     assert!(held_names(&client).await.unwrap().is_empty());
+}
+
+#[test]
+fn an_order_of_a_sites_rc1_task_that_contradicts_ours_is_named() {
+    let Some(flux) = flux() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let tasks = place.path().join("rc1.d");
+    fs::create_dir(&tasks).unwrap();
+    fs::write(tasks.join("ours.py"), rc1_tasks(place.path())).unwrap();
+    let site = "from flux.modprobe import task\n@task('site', ranks='0', after=['job-exec'], before=[BEFORE])\ndef site(context): pass\n";
+    for (before, is_cycle) in [("'push-cleanup'", false), ("'sched'", true)] {
+        fs::write(tasks.join("site.py"), site.replace("BEFORE", before)).unwrap();
+        let mut command = Command::new(&flux);
+        command.args(["start", "--test-size=1", "--setattr=broker.rc1_path=", "--setattr=broker.rc3_path="]).arg(&flux);
+        command.args(["modprobe", "rc1", "--dry-run"]).env("FLUX_MODPROBE_PATH_APPEND", place.path());
+        let said = command.output().unwrap();
+        let error = String::from_utf8_lossy(&said.stderr);
+        assert_eq!(said.status.success(), !is_cycle, "{before}: {error}");
+        let names_both = error.contains("nodes are in a cycle") && error.contains("flux-distribute-scheduler");
+        assert_eq!(names_both, is_cycle, "{before}: {error}");
+    }
 }
