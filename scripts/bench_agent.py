@@ -9,7 +9,7 @@ BINARY, DIR: as for bench_elastic.py."""
 
 import json, os, pathlib, signal, socket, sys, tempfile, time
 
-from bench_elastic import Cluster, until, up
+from bench_elastic import Cluster, count_nodes, until
 
 NODES = 10
 # The agents of ranks 0 to 3 watch the planner's Lease.
@@ -56,7 +56,7 @@ def is_planner(pid):
 def measure(seconds, place):
     cluster = Cluster(place, {"maxSize": 64}, NODES)
     try:
-        until("all nodes", lambda: up(cluster) == NODES)
+        until("all nodes", lambda: count_nodes(cluster, "up") == NODES)
         # What has just begun ends meanwhile, and installed files are checked for the first time.
         time.sleep(SETTLES)
         nodes = json.loads(cluster.local("status", "-o", "json"))

@@ -79,13 +79,13 @@ def joins(cluster, turns):
     times = []
     for _ in range(turns):
         cluster.scale(3)
-        until("a node that has left", lambda: len(ranks(cluster)) == 3 and up(cluster) == 3)
+        until("a node that has left", lambda: len(ranks(cluster)) == 3 and count_nodes(cluster, "up") == 3)
         job = cluster.lead("flux", "submit", "-N4", "-n4", "true")
         begin = time.time()
         cluster.scale(4)
         given = cluster.lead("flux", "job", "wait-event", "--timeout=60", "--format=json", job, "alloc")
         times.append(json.loads(given)["timestamp"] - begin)
-        until("all nodes", lambda: up(cluster) == 4)
+        until("all nodes", lambda: count_nodes(cluster, "up") == 4)
     return times
 
 
@@ -94,11 +94,11 @@ def ranks(cluster):
     return {node["spec"]["rank"] for node in nodes if node["spec"].get("rank") is not None}
 
 
-def up(cluster):
-    # Not known for a moment: in a live change there is no scheduler.
+def count_nodes(cluster, state):
+    """How many nodes Flux lists as `state` (`up`, `free`). None while Flux can't say: in a live change there is no scheduler for a moment."""
     try:
-        return int(cluster.lead("flux", "resource", "list", "-s", "up", "-no", "{nnodes}") or 0)
-    except Failed:
+        return int(cluster.lead("flux", "resource", "list", "-s", state, "-no", "{nnodes}") or 0)
+    except (Failed, ValueError):
         return None
 
 
@@ -125,7 +125,7 @@ def main():
         with tempfile.TemporaryDirectory(prefix="bench-elastic.", dir=os.environ.get("DIR", "/var/tmp")) as place:
             cluster = Cluster(place, {"maxSize": size, "size": 4})
             try:
-                until("all nodes", lambda: up(cluster) == 4)
+                until("all nodes", lambda: count_nodes(cluster, "up") == 4)
                 print(f"maxSize {size}: all four after {start(cluster):.2f} s, lead {memory(cluster):.0f} MiB", flush=True)
                 if size == 4:
                     print(f"a node joins: {figures(joins(cluster, turns))}", flush=True)

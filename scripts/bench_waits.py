@@ -11,7 +11,7 @@ BINARY, DIR: as for bench_elastic.py."""
 
 import json, os, signal, statistics, subprocess, sys, tempfile, threading, time
 
-from bench_elastic import Cluster, Failed, joins, until, up
+from bench_elastic import Cluster, Failed, count_nodes, joins, until
 
 NODES = 4
 FLUX = os.path.join(os.environ.get("FLUX_PREFIX", "/opt/flux"), "bin", "flux")
@@ -26,20 +26,13 @@ def bare():
     return float(done.stdout.split()[-1]) - begin, time.time() - begin
 
 
-def free(cluster):
-    try:
-        return int(cluster.lead("flux", "resource", "list", "-s", "free", "-no", "{nnodes}") or 0)
-    except (Failed, ValueError):
-        return None
-
-
 def restart(cluster):
     """An epoch change. The brokers' own start time tells that they are new."""
     before = cluster.lead("flux", "getattr", "broker.starttime")
     begin = time.time()
     cluster.local("restart")
     until("the next epoch", lambda: started(cluster) not in (None, before))
-    until("all nodes", lambda: free(cluster) == NODES)
+    until("all nodes", lambda: count_nodes(cluster, "free") == NODES)
     return time.time() - begin
 
 
@@ -62,7 +55,7 @@ def power(cluster):
     on_all(cluster, "power-off")
     begin = time.time()
     on_all(cluster, "power-on")
-    until("all nodes", lambda: free(cluster) == NODES)
+    until("all nodes", lambda: count_nodes(cluster, "free") == NODES)
     return time.time() - begin
 
 
@@ -72,7 +65,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="bench-waits.", dir=os.environ.get("DIR", "/var/tmp")) as place:
         cluster = Cluster(place, {"maxSize": NODES, "size": NODES}, NODES)
         try:
-            until("all nodes", lambda: free(cluster) == NODES)
+            until("all nodes", lambda: count_nodes(cluster, "free") == NODES)
             found = {"turns": turns, "restart": [], "power": [], "bare_start": [], "bare_whole": []}
             for _ in range(turns):
                 found["restart"].append(restart(cluster))
@@ -81,7 +74,7 @@ def main():
                 found["bare_whole"].append(whole)
             for _ in range(turns):
                 found["power"].append(power(cluster))
-            until("all nodes", lambda: up(cluster) == NODES)
+            until("all nodes", lambda: count_nodes(cluster, "up") == NODES)
             cluster.lead("flux", "submit", "-N3", "-n3", "--requires=rank:0-2", "sleep", "inf")
             found["join"] = joins(cluster, turns)
             print(json.dumps({name: each if isinstance(each, int) else {"median": statistics.median(each), "worst": max(each)} for name, each in found.items()}))

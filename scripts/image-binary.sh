@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the program for the image, without the tables for unwinding and their index: a tenth of it.
+# Builds the program for the image. The tables for unwinding would be a tenth of it; image-binary.ld says why they are left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec cargo rustc --profile image --locked --no-default-features --bin flux-distribute "$@" -- \
