@@ -19,8 +19,10 @@ const SHORTEST_NUMBER: usize = 6;
 const FEWEST_LETTERS: usize = 12;
 /// Shortest word of a longer secret, such as a key in a certificate, that is looked for by itself.
 const SHORTEST_WORD: usize = 16;
-/// Most URLs in a line whose passwords are looked for.
-const MOST_URLS: usize = 64;
+/// Most aliases of a YAML document that is read: with more of them, a few kilobytes can stand for gigabytes. Its lines are read anyhow.
+const MOST_ALIASES: usize = 8;
+/// Most names of a document's fields that are left out of its words: files with logins have few.
+const MOST_NAMES: usize = 1000;
 /// Most parts of a Secret's value that are looked for: a value has at most 1 MiB, and only a file of another kind than those that hold
 /// credentials has more.
 const MOST_PARTS: usize = 20_000;
@@ -28,8 +30,8 @@ const MOST_PARTS: usize = 20_000;
 const LONGEST_BY_LETTERS: usize = 1 << 14;
 /// Shortest line without a blank and with a digit that is looked for by itself: a file may have a token in each line.
 const SHORTEST_LINE: usize = 8;
-/// Fields that hold no secret, although they stand beside one.
-pub(super) const PUBLIC_FIELDS: [&str; 14] = [
+/// Fields that hold no secret, although they stand beside one: these, and those that end so, such as `DB_HOST`.
+const PUBLIC_FIELDS: [&str; 21] = [
     "username",
     "user",
     "email",
@@ -44,9 +46,16 @@ pub(super) const PUBLIC_FIELDS: [&str; 14] = [
     "sslmode",
     "mode",
     "level",
+    "name",
+    "kind",
+    "apiversion",
+    "cluster",
+    "context",
+    "registry",
+    "version",
 ];
 /// Words of objects and logs. As a secret they would protect nothing, and without them no report could be read.
-const COMMON: [&str; 12] = [
+const COMMON: [&str; 23] = [
     "flux",
     "flux-distribute",
     "true",
@@ -59,11 +68,45 @@ const COMMON: [&str; 12] = [
     "running",
     "failed",
     "ready",
+    "kubernetes",
+    "config",
+    "localhost",
+    "http",
+    "https",
+    "json",
+    "text",
+    "debug",
+    "info",
+    "warning",
+    "error",
 ];
 
-/// True for one of [`PUBLIC_FIELDS`], in any case.
-fn is_public(name: &str) -> bool {
-    PUBLIC_FIELDS.contains(&name.to_ascii_lowercase().as_str())
+/// True if a field of that name, in any case, holds no secret, whatever is in it.
+fn is_public_name(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    let end = name.rsplit(['_', '-', '.']).next().unwrap_or_default();
+    PUBLIC_FIELDS.iter().any(|public| *public == name || *public == end)
+}
+
+/// True if a field holds no secret. The URL of a `server` or `database` may have a password, and what has lines is a file.
+pub(super) fn is_public(name: &str, value: &str) -> bool {
+    is_public_name(name) && !value.contains("://") && !value.trim().contains('\n')
+}
+
+/// The name that stands before a sign at `at` in `line`, and whether its value is public. `user:password` is a login, and no field `user`.
+fn name_before(line: &str, at: usize) -> (&str, bool) {
+    let before = line[..at].trim_end_matches(|c| is_blank(c) || is_quote(c));
+    let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
+    let is_field =
+        line[at..].starts_with('=') || line[..at].ends_with(is_quote) || line[at + 1..].starts_with(is_blank);
+    (name, is_field && is_public_name(name))
+}
+
+/// True for the name of a host with a domain: logs are about these.
+fn is_host(word: &str) -> bool {
+    let is_of_hosts = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b".-".contains(&byte);
+    let domain = word.rsplit_once('.').map_or("", |(_, domain)| domain);
+    word.bytes().all(is_of_hosts) && domain.len() > 1 && domain.bytes().all(|byte| byte.is_ascii_lowercase())
 }
 
 /// A secret, and the parts of it that are secrets themselves.
@@ -72,7 +115,9 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     let text = without_public_text(&text);
     let mut parts: Vec<String> = vec![text.trim().to_owned()];
     // `.dockerconfigjson`, `credentials.json`, `values.yaml`
-    let document = serde_json::from_str(&text).ok().or_else(|| serde_norway::from_str::<Value>(&text).ok());
+    let is_bounded = !text.contains('&') || text.matches('*').count() <= MOST_ALIASES;
+    let yaml = || is_bounded.then(|| serde_norway::from_str::<Value>(&text).ok()).flatten();
+    let document = serde_json::from_str(&text).ok().or_else(yaml);
     let mut names = Vec::new();
     if let Some(document) = document {
         leaves(&document, &mut parts, &mut names);
@@ -80,22 +125,36 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     let mut words = Vec::new();
     // `.env`, `.npmrc`, `.condarc`
     for line in text.lines() {
-        let named = ['=', ':'].iter().filter_map(|sign| line.split_once(*sign));
-        let values = named.filter(|(name, _)| !is_public(name.trim()));
+        let signs = ['=', ':'].iter().filter_map(|sign| line.find(*sign));
+        let values = signs.filter(|at| !name_before(line, *at).1).map(|at| &line[at + 1..]);
         words.extend(
-            values.map(|(_, value)| {
-                value.trim_matches(|c| is_blank(c) || is_quote(c) || matches!(c, ',' | ';')).to_owned()
-            }),
+            values.map(|value| value.trim_matches(|c| is_blank(c) || is_quote(c) || matches!(c, ',' | ';')).to_owned()),
         );
         // `.pgpass`, connection strings, several of them in a line.
         for (at, _) in line.match_indices(['=', ':']) {
-            let before = line[..at].trim_end_matches(|c| is_blank(c) || is_quote(c));
-            let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
+            let (name, is_public) = name_before(line, at);
             let value = line[at + 1..].trim_start_matches(|c| is_blank(c) || is_quote(c));
             let word = value.split(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
             let is_scheme = value[word.len()..].starts_with("://");
-            words.extend((!is_public(name) && !is_scheme).then(|| word.to_owned()));
+            if is_public || is_scheme {
+                continue;
+            }
+            words.push(word.to_owned());
+            // `me:password@tcp(host)/database` has no scheme.
+            words.extend(word.rsplit_once('@').map(|(password, _)| password.to_owned()));
+            // A value in quotes, and one up to a semicolon, may hold blanks.
+            let quoted = line[at + 1..].trim_start_matches(is_blank);
+            let quote = quoted.chars().next().filter(|c| matches!(c, '"' | '\''));
+            words.extend(quote.and_then(|quote| quoted.split(quote).nth(1)).map(str::to_owned));
+            // A value may hold such signs too. Only behind the first of them, or a long line would be read again and again.
+            let is_first = line[..at].trim_end_matches(|c| is_blank(c) || is_quote(c)).strip_suffix(name);
+            if is_first.is_some_and(|before| before.chars().next_back().is_none_or(is_end)) {
+                words.push(value.split(is_end).next().unwrap_or_default().to_owned());
+            }
         }
+        // Connection strings
+        let fields = line.split(';').filter_map(|field| field.split_once('='));
+        words.extend(fields.filter(|(name, _)| !is_public_name(name.trim())).map(|(_, value)| value.trim().to_owned()));
         words.extend(passwords_of_urls(line));
         let is_word = !line.trim().contains(is_blank) && line.contains(|c: char| c.is_ascii_digit());
         words.extend((is_word && line.trim().len() >= SHORTEST_LINE).then(|| line.trim().to_owned()));
@@ -105,9 +164,11 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     }
     let is_sign = |c: char| is_end(c) || matches!(c, '=' | ':' | '@' | '/');
     for splits in [&is_end as &dyn Fn(char) -> bool, &is_sign] {
-        words.extend(text.split(splits).filter(|word| word.len() >= SHORTEST_WORD).map(str::to_owned));
+        let long = text.split(splits).filter(|word| word.len() >= SHORTEST_WORD && !is_host(word));
+        words.extend(long.map(str::to_owned));
     }
     words.truncate(MOST_PARTS);
+    names.truncate(MOST_NAMES);
     // A field's name is no secret: `credentials.json` and `.dockerconfigjson` name hosts so, and errors are about these.
     parts.extend(words.into_iter().filter(|word| !names.iter().any(|name: &String| name.contains(word))));
     let is_secret = |part: &String| {
@@ -123,10 +184,11 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
 
 /// The passwords of the URLs in a line, as they stand there and decoded.
 fn passwords_of_urls(line: &str) -> Vec<String> {
-    let ends: [fn(char) -> bool; 2] = [|c| is_end(c) || c == '/', |_| false];
-    let after = line.match_indices("://").map(|(at, sign)| &line[at + sign.len()..]).take(MOST_URLS);
-    // A password may hold what ends a host: so also up to the line's last `@`.
-    let hosts = after.flat_map(|after| ends.map(|end| after.split(end).next().unwrap_or_default()));
+    // A password may hold what ends a host: so also up to the last `@` before the next URL.
+    let hosts = line.split("://").skip(1).flat_map(|url| {
+        let host = url.split(|c| is_end(c) || c == '/').next().unwrap_or_default();
+        [host, url]
+    });
     let passwords = hosts.filter_map(|host| Some(host.rsplit_once('@')?.0.split_once(':')?.1));
     passwords.flat_map(|text| [text.to_owned(), String::from_utf8_lossy(&Plain::of(text).bytes).into_owned()]).collect()
 }
@@ -135,7 +197,9 @@ fn passwords_of_urls(line: &str) -> Vec<String> {
 /// stand in each log.
 fn without_public_text(text: &str) -> String {
     let is_of_keygen = text.contains("ZeroMQ CURVE");
-    let is_kept = |line: &&str| !is_of_keygen || !line.trim_start().starts_with("keygen.");
+    // Unless it is told another name, it takes the host's.
+    let is_public = |line: &str| ["keygen.", "name "].iter().any(|begin| line.trim_start().starts_with(begin));
+    let is_kept = |line: &&str| !is_of_keygen || !is_public(line);
     let text: String = text.split_inclusive('\n').filter(is_kept).collect();
     let (begin, end) = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----");
     let (mut left, mut rest) = (String::new(), text.as_str());
@@ -151,6 +215,7 @@ fn leaves(document: &Value, found: &mut Vec<String>, names: &mut Vec<String>) {
     match document {
         Value::String(text) => {
             found.push(text.clone());
+            found.extend(passwords_of_urls(text));
             if let Some((_, password)) = BASE64_STANDARD_NO_PAD
                 .decode(text.trim_end_matches('='))
                 .ok()
@@ -165,10 +230,14 @@ fn leaves(document: &Value, found: &mut Vec<String>, names: &mut Vec<String>) {
         Value::Array(items) => items.iter().for_each(|item| leaves(item, found, names)),
         Value::Object(fields) => {
             // The user of a kubeconfig is an object, and holds a token.
-            let secret = fields.iter().filter(|(name, value)| !(value.is_string() && is_public(name)));
+            let secret =
+                fields.iter().filter(|(name, value)| !value.as_str().is_some_and(|value| is_public(name, value)));
             secret.for_each(|(_, value)| leaves(value, found, names));
-            // A URL with a password in it is no mere name.
-            names.extend(fields.keys().filter(|name| !name.contains('@')).cloned());
+            // A URL with a password in it is no mere name, and neither is a token.
+            let is_token = |name: &str| {
+                name.len() >= SHORTEST_WORD && !name.contains('.') && name.contains(|c: char| c.is_ascii_digit())
+            };
+            names.extend(fields.keys().filter(|name| !name.contains('@') && !is_token(name)).cloned());
         }
         _ => {}
     }
@@ -179,9 +248,10 @@ pub(super) fn forms(part: &[u8]) -> Vec<String> {
     let mut forms = vec![hex::encode(part), hex::encode_upper(part)];
     if let Ok(text) = std::str::from_utf8(part) {
         let in_quotes_of_yaml = text.replace('\'', "''");
+        let in_quotes_of_shells = text.replace('\'', r"'\''");
         let in_form = text.replace(' ', "+");
         let backwards = text.chars().rev().collect();
-        forms.extend([text.to_owned(), in_quotes_of_yaml, in_form, backwards]);
+        forms.extend([text.to_owned(), in_quotes_of_yaml, in_quotes_of_shells, in_form, backwards]);
     }
     forms.extend((0..3).flat_map(|before| within_base64(part, before)));
     forms.extend((0..4).flat_map(|before| within_base85(part, before)));

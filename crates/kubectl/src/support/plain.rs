@@ -50,6 +50,19 @@ impl Plain {
         found
     }
 
+    /// The same for what it stands for: text is escaped more than once, such as HTML in JSON. `None` if nothing is.
+    pub fn again(&self) -> Option<Self> {
+        if !self.bytes.iter().any(|byte| b"%\\&".contains(byte)) {
+            return None;
+        }
+        let chunk = |chunk: std::str::Utf8Chunk| format!("{}{}", chunk.valid(), "?".repeat(chunk.invalid().len()));
+        let mut again = Self::of(&self.bytes.utf8_chunks().map(chunk).collect::<String>());
+        for (begin, end) in &mut again.places {
+            (*begin, *end) = (self.places[*begin].0, self.places[*end - 1].1);
+        }
+        Some(again)
+    }
+
     /// Its letters and digits alone, in lower case. The bytes of a character that ASCII lacks are letters.
     pub fn letters(&self) -> Self {
         let mut letters = Self::default();
@@ -85,7 +98,8 @@ fn escape(text: &str) -> (Piece, usize) {
         Some(b'r') => Some((Piece::Character('\r'), 1)),
         Some(b't') => Some((Piece::Character('\t'), 1)),
         Some(b'x') => byte(text, begin + 1).map(|byte| (Piece::Byte(byte), 3)),
-        Some(b'u') => of_utf16(&text[begin..], begin),
+        Some(b'u') => of_utf16(&text[begin..], begin).or_else(|| in_braces(&text[begin..])),
+        Some(b'U') => hexadecimal(text, begin + 1, 8).and_then(char::from_u32).map(|c| (Piece::Character(c), 9)),
         Some(b'0'..=b'3') => {
             let byte = text.get(begin..begin + 3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
             byte.map(|byte| (Piece::Byte(byte), 3))
@@ -103,6 +117,13 @@ fn of_utf16(text: &str, backslashes: usize) -> Option<(Piece, usize)> {
     let units = [Some(first), is_pair.then(|| unit(second + 1)).flatten()];
     let letter = char::decode_utf16(units.into_iter().flatten()).next()?.ok()?;
     Some((Piece::Character(letter), if letter.len_utf16() == 2 { second + 5 } else { 5 }))
+}
+
+/// What `u{41}`, as Rust and JavaScript write it, stands for, and its length.
+fn in_braces(text: &str) -> Option<(Piece, usize)> {
+    let digits = text.strip_prefix("u{")?.bytes().take(7).position(|byte| byte == b'}')?;
+    let letter = char::from_u32(hexadecimal(text, 2, digits)?)?;
+    Some((Piece::Character(letter), digits + 3))
 }
 
 /// What `&#65;`, `&#x41;` or a name at the beginning of `text` stands for, and its length.
@@ -173,6 +194,7 @@ mod tests {
             ("ä\\ß", "äß"),
             (r"\u00e4\xc3\xa4%C3%A4&#228;&#x1F600;\ud83d", "ääää😀ud83d"),
             (r"\ud83d\ude00\\ud83d\\ude00\u0041\u0042\ud83d\u0041", "😀😀ABud83dA"),
+            (r"\u{e4}\\u{1F600}\u{}\u{1F6000000}\U0001f600\U00110000\u{ä}", "ä😀u{}u{1F6000000}😀U00110000u{ä}"),
             ("&#0000000000065;", "&#0000000000065;"),
         ] {
             assert_eq!(String::from_utf8(Plain::of(text).bytes).unwrap(), expected, "{text}");

@@ -6,12 +6,12 @@ use base::redact::redacted;
 use serde_json::Value;
 
 use super::{
-    forms::{PUBLIC_FIELDS, SHORTEST, forms, letters, parts},
+    forms::{SHORTEST, forms, is_public, letters, parts},
     looks::{MASK, has_secret_name, without_patterns},
     plain::Plain,
 };
 
-/// Texts by their first bytes.
+/// Texts by their first bytes, in order.
 #[derive(Default)]
 struct ByBegin(HashMap<[u8; SHORTEST], Vec<Vec<u8>>>);
 
@@ -28,8 +28,26 @@ impl ByBegin {
 
     /// Length of the longest of them with which `text` begins.
     fn longest(&self, text: &[u8]) -> Option<usize> {
-        let same = text.first_chunk().and_then(|begin| self.0.get(begin));
-        same.into_iter().flatten().filter(|known| text.starts_with(known)).map(Vec::len).max()
+        // In order, so that thousands that begin alike are not all compared with each place of a log.
+        let mut same = text.first_chunk().and_then(|begin| self.0.get(begin))?.as_slice();
+        let mut longest = None;
+        for at in SHORTEST..=text.len() {
+            if same.first()?.len() == at {
+                longest = Some(at);
+                same = &same[1..];
+            }
+            let (Some(byte), [first, rest @ ..]) = (text.get(at), same) else { break };
+            if rest.is_empty() {
+                return if text.starts_with(first) { Some(first.len()) } else { longest };
+            }
+            let begin = same.partition_point(|known| known[at] < *byte);
+            let end = begin + same[begin..].partition_point(|known| known[at] == *byte);
+            same = &same[begin..end];
+            if same.is_empty() {
+                break;
+            }
+        }
+        longest
     }
 
     /// Where each of them begins and ends in the text that `plain` is of.
@@ -52,10 +70,13 @@ impl Scrub {
     /// hold such things: as it is and backwards, in JSON and YAML, percent-encoded and escaped otherwise, in hexadecimal digits, and in base64
     /// and base85, alone or within something longer. If it is long, it is also looked for by its letters and digits alone.
     pub fn of<'a>(secrets: impl Iterator<Item = (&'a str, &'a [u8])>) -> Self {
-        let secrets = secrets.filter(|(name, _)| !PUBLIC_FIELDS.contains(name));
+        let secrets = secrets.filter(|(name, value)| !is_public(name, &String::from_utf8_lossy(value)));
         let parts: BTreeSet<Vec<u8>> = secrets.flat_map(|(_, value)| parts(value)).collect();
-        let forms =
-            parts.iter().flat_map(|part| forms(part)).flat_map(|form| [Plain::of(&form).bytes, form.into_bytes()]);
+        let forms = parts.iter().flat_map(|part| forms(part)).flat_map(|form| {
+            let plain = Plain::of(&form);
+            let again = plain.again().map(|again| again.bytes);
+            [plain.bytes, form.into_bytes()].into_iter().chain(again)
+        });
         // What is no text stands in one as escapes.
         let forms = forms.chain(parts.iter().cloned());
         Self {
@@ -89,8 +110,10 @@ impl Scrub {
         let form = |at: usize| Some((at, text.ceil_char_boundary(at + self.forms.longest(&text.as_bytes()[at..])?)));
         let mut places: Vec<(usize, usize)> = text.char_indices().filter_map(|(at, _)| form(at)).collect();
         let plain = Plain::of(text);
-        places.extend(self.forms.places(&plain));
-        places.extend(self.letters.places(&plain.letters()));
+        for plain in plain.again().iter().chain([&plain]) {
+            places.extend(self.forms.places(plain));
+            places.extend(self.letters.places(&plain.letters()));
+        }
         places.sort_unstable();
         let (mut safe, mut done) = (String::with_capacity(text.len()), None);
         for (at, end) in places {
@@ -186,10 +209,24 @@ mod tests {
             ("{\"auth\": \"bWU6aHVudGVyMg\"}", "hunter2", "***"),
             ("it's", "key 'it''s'", "key '***'"),
             ("abcdef", "abcdef", "***"),
+            // A login of someone named as a field is, and what has no scheme, or more signs and blanks than one expects.
+            ("user:hunter2", "hunter2!", "***!"),
+            ("localhost:5432:app:user:hunter2", "hunter2!", "***!"),
+            ("me:pw-77@tcp(db:3306)/x", "pw-77!", "***!"),
+            ("Server=db1;Password=pw=77x:yz1;", "pw=77x:yz1!", "***!"),
+            ("Password=my pass 1;Server=x", "my pass 1!", "***!"),
+            ("host=h password='my pass' dbname=d", "my pass!", "***!"),
+            ("https://a:p/w-one@h1 https://b:p/w-two@h2", "p/w-one!", "***!"),
+            ("{\"u\": \"https:\\/\\/me:pw-77@h\\/x\"}", "pw-77!", "***!"),
+            ("{\"tok-abcdef1234567890\": \"alice\"}", "tok-abcdef1234567890!", "***!"),
+            ("pw 'q' 7", r"'pw '\''q'\'' 7'", "'***'"),
         ] {
             assert_eq!(scrubbed(&[("value", secret)], text), expected, "{secret}");
         }
         assert_eq!(scrubbed(&[("username", "robot"), ("password", "wxyz9")], "robot wxyz9"), "robot ***");
+        for (name, value) in [("database", "postgres://app:pw-77@db/app"), ("server", "a: pw-77\nb: c")] {
+            assert_eq!(scrubbed(&[(name, value)], "pw-77!"), "***!", "{name}");
+        }
     }
 
     #[test]
@@ -260,6 +297,14 @@ mod tests {
         // Within something longer, in RFC 1924's base85: "a…b", and "…z" with the end of a line.
         assert!(!scrubbed(&[("value", secret)], "VQ_aXH#aSKd13").contains("H#aSK"));
         assert!(!scrubbed(&[("value", "pw-77-xyz")], "aCa>?H!XO1dI|").contains("H!XO1"));
+        for form in [
+            r"pw%5Cu002d77-xy",
+            "pw&amp;#45;77-xy",
+            r"pw\u0026#45;77-xy",
+            r"pw\x2577-xy".replace("77", "2d77").as_str(),
+        ] {
+            assert_eq!(scrubbed(&[("value", secret)], &format!("<{form}>")), "<***>", "{form}");
+        }
         let secret = "pä-7ß-x€";
         for form in [r"p\u00e4-7\u00df-x\u20ac", "p&#228;-7&#xdf;-x&#8364;", "p%C3%A4-7%c3%9f-x%e2%82%ac"] {
             assert_eq!(scrubbed(&[("value", secret)], &format!("<{form}>")), "<***>", "{form}");
@@ -278,6 +323,28 @@ mod tests {
         }
         // The form of a secret may end within a character of the text.
         assert_eq!(scrubbed(&[("value", "abcd%c3")], "%4abcdä!"), "%4***!");
+    }
+
+    #[test]
+    fn a_small_secret_takes_no_gigabytes() {
+        let aliases = format!("a: &a [{}]\nb: [{}]\nkey: pw-77\n", "a,".repeat(1 << 15), "*a ,".repeat(1 << 15));
+        assert_eq!(scrubbed(&[("value", &aliases)], "pw-77!"), "***!");
+        let urls = "\"https://u:p-1@h/x\",".repeat(1 << 12);
+        assert!(parts(urls.as_bytes()).iter().map(Vec::len).sum::<usize>() < 4 * urls.len());
+    }
+
+    #[test]
+    fn the_longest_text_is_found_among_those_that_begin_alike() {
+        let known: BTreeSet<Vec<u8>> = ["abcd", "abcde", "abcdxyz", "abcdef", "abcx", "abcdefgh"]
+            .iter()
+            .map(|text| text.as_bytes().to_vec())
+            .collect();
+        let by_begin = ByBegin::of(known.clone());
+        for text in ["abcd", "abcdx", "abcdxyz1", "abcdefg", "abcdefghi", "abcx", "abc", "", "abcy", "abcdz"] {
+            let text = text.as_bytes();
+            let expected = known.iter().filter(|known| text.starts_with(known)).map(Vec::len).max();
+            assert_eq!(by_begin.longest(text), expected, "{text:?}");
+        }
     }
 
     #[test]
@@ -313,6 +380,24 @@ mod tests {
         let log = "GET https://registry.example.org/v2: 401\n";
         let told = format!("{log}hunter2hunter2hunter2");
         assert_eq!(scrubbed(&[(".dockerconfigjson", login)], &told), format!("{log}{MASK}"));
+        let log = "INFO login1.cluster.example.org: ConfigMap flux-roster, kubernetes.io/os, registry.example.org/flux:0.88.0, level=info, information\n";
+        for (name, value) in [
+            (
+                "curve.cert",
+                "#   ZeroMQ CURVE **Secret** Certificate\nmetadata\n    name = \"login1.cluster.example.org\"\n",
+            ),
+            (
+                "config",
+                "apiVersion: v1\nkind: Config\ncontexts:\n- context:\n    cluster: kubernetes\n    user: me\n  name: kubernetes\n",
+            ),
+            (".netrc", "machine registry.example.org login me password pw-77\n"),
+            (".npmrc", "//registry.example.org/:_authToken=npm-1\n"),
+            ("url", "https://me:pw-77@registry.example.org/x\n"),
+            ("env", "LOG_LEVEL=info\nDB_HOST=registry.example.org\nFORMAT=info\n"),
+            ("DB_HOST", "registry.example.org"),
+        ] {
+            assert_eq!(scrubbed(&[(name, value)], log), log, "{name}");
+        }
         let in_name = r#"{"https://robot:hunter2hunter2@registry.example.org": "x"}"#;
         assert_eq!(scrubbed(&[("logins", in_name)], "hunter2hunter2"), MASK);
     }
