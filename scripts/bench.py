@@ -270,7 +270,7 @@ def rows_of_waits(found):
 def rows_by_hand():
     """What needs more than this machine alone."""
     return [
-        missing("one apply on 3 kubelets: pods started to all free, packages there; and cold", "≤ 2 × bare brokers + 1 s", "it needs a cluster: scripts/cluster_waits.py"),
+        missing("one apply on 3 kubelets: pods started to all free, packages there; and cold", "≤ 2 × bare brokers + 1 s", "it needs a cluster: scripts/cluster_waits.py, whose figures are below"),
         missing("cold install beside py-rattler", "not slower", "it needs PyPI: scripts/bench-packages.sh, whose figures are below"),
     ]
 

@@ -124,9 +124,9 @@ class Cluster:
         if any(now[node] != before[node] for node in self.nodes if node not in but):
             raise Wrong(f"other brokers: {before} before, {now} now")
 
-    def job_on(self, nodes):
+    def job_on(self, nodes, *options):
         """One that runs over so many nodes until it is cancelled."""
-        job = self.flux("submit", "-N", str(nodes), "-n", str(nodes), "sleep", "inf")
+        job = self.flux("submit", *options, "-N", str(nodes), "-n", str(nodes), "sleep", "inf")
         self.flux("job", "wait-event", "-t", "20", "-p", "exec", job, "shell.start")
         return job
 

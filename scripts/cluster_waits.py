@@ -75,7 +75,7 @@ class Waits(Cluster):
     def power_of_one(self):
         lead = self.instance()["status"]["lead"]
         node = next(node for node in self.nodes if node != lead)
-        job = self.job_on(1)
+        job = self.job_on(1, f"--requires=host:{lead}")
         self.power("kill", node)
         until("a node that Flux has lost", lambda: self.is_ready(node) is False or "Ready")
         self.power("start", node)
