@@ -197,7 +197,7 @@ fn passwords_of_urls(line: &str) -> Vec<String> {
 /// stand in each log.
 fn without_public_text(text: &str) -> String {
     let is_of_keygen = text.contains("ZeroMQ CURVE");
-    // Unless it is told another name, it takes the host's.
+    // flux-keygen(1) names a key after its host, unless `--name` gives another name.
     let is_public = |line: &str| ["keygen.", "name "].iter().any(|begin| line.trim_start().starts_with(begin));
     let is_kept = |line: &&str| !is_of_keygen || !is_public(line);
     let text: String = text.split_inclusive('\n').filter(is_kept).collect();
