@@ -36,7 +36,7 @@ use kube::{
 use many::{Cost, Fleet, mean, objects::heartbeat};
 use serde_json::{Value, json};
 use tokio::time::{interval, sleep};
-use tower::{Layer, ServiceExt};
+use tower::{BoxError, Layer, ServiceExt, util::option_layer};
 
 /// kubelets write the status of each Node this often, of clouds that have them do so.
 const HEARTBEAT: Duration = Duration::from_secs(10);
@@ -119,7 +119,8 @@ fn multiplexed(config: &Config) -> Client {
     tcp.enforce_http(false);
     let connector = HttpsConnector::from((tcp, Arc::new(tls)));
     let http = HttpClient::builder(TokioExecutor::new()).http2_only(true).build::<_, Body>(connector);
-    Client::new(config.base_uri_layer().layer(http).map_err(tower::BoxError::from), NAMESPACE)
+    let authorized = option_layer(config.auth_layer().unwrap()).layer(http.map_err(BoxError::from));
+    Client::new(config.base_uri_layer().layer(authorized), NAMESPACE)
 }
 
 /// Starts the agent of node `number`; returns how long the planner takes from its report of the host to the roster that has it.
