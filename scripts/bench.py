@@ -349,7 +349,7 @@ def table(result, apart):
     rows = rows_of_counts(counted) if counted else [missing("what an agent costs", "flat", result["not_counted"] or "the bench failed")]
     if counted and counted[-1]["nodes"] < 5000:
         nodes = " ".join(str(one["nodes"]) for one in counted)
-        rows.append(missing("the same at 5,000 nodes", "the same", f"NODES was {nodes}; 5,000 need up to 20 GB, 50,000 open files in a process, and more than half an hour"))
+        rows.append(missing("the same at 5,000 nodes", "the same", f"NODES was {nodes}; 5,000 need up to 20 GB, and more than half an hour"))
     lines += ["", "| what | aim | measured | |", "|---|---|---|---|"]
     lines += [f"| {one['what']} | {one['aim']} | {one['measured']} | {one['verdict']} |" for one in rows + result["other_rows"]]
     return "\n".join(lines)
