@@ -109,19 +109,18 @@ def missing(what, aim, why):
     return row(what, aim, f"not run: {why}", None)
 
 
-def timed(is_met):
-    return is_met if PROFILE != "dev" else None
+def timed(is_met, profile=PROFILE):
+    return is_met if profile != "dev" else None
 
 
 def flat(counted, what, aim, of, form="{:.0f}", limit=""):
     values = [of(one) for one in counted]
     numbers = ", ".join(f"{one['nodes']:,}: {form.format(value)}" for one, value in zip(counted, values))
-    # Between the two, what differs is how long a start takes on this machine.
-    ratio = values[-1] / values[0] if values[0] else float(values[-1] > 0)
+    ratio = max(values) / values[0] if values[0] else float(max(values) > 0)
     return row(what, aim, f"{numbers} ({ratio:.2f} ×)", ratio <= FLAT, limit)
 
 
-def rows_of_counts(counted):
+def rows_of_counts(counted, profile):
     def of_start(name):
         return lambda one: one["start"]["plain"][name]
 
@@ -173,9 +172,10 @@ def rows_of_counts(counted):
         row("all nodes online, from the agents' start", "no aim: all agents share this machine", ", ".join(f"{one['nodes']:,}: {one['online_secs']:.1f} s" for one in counted), None),
         row(
             f"planner among {last['nodes']:,}: a join, from the report of the host to the published roster, with 100 ms to gather",
-            "no aim: all agents share this machine",
+            "≤ 200 ms",
             f"{last['join_secs'] * 1000:.0f} ms",
-            None,
+            timed(last["join_secs"] <= 0.2, profile),
+            "all agents share this machine",
         ),
         row(
             f"failover of the planner among {last['nodes']:,}, and requests of an agent meanwhile",
@@ -346,7 +346,9 @@ def table(result, apart):
         lines += ["", f"{' and '.join(f'{nodes:,}' for nodes in lacking_here)} nodes counted apart: {about(each)}"]
         counted |= lacking_here
     counted = [counted[nodes] for nodes in sorted(counted)]
-    rows = rows_of_counts(counted) if counted else [missing("what an agent costs", "flat", result["not_counted"] or "the bench failed")]
+    # Times of one build without optimisation keep all from being judged.
+    profile = "dev" if "dev" in [each["profile"] for each in [result, *apart]] else result["profile"]
+    rows = rows_of_counts(counted, profile) if counted else [missing("what an agent costs", "flat", result["not_counted"] or "the bench failed")]
     if counted and counted[-1]["nodes"] < 5000:
         nodes = " ".join(str(one["nodes"]) for one in counted)
         rows.append(missing("the same at 5,000 nodes", "the same", f"NODES was {nodes}; 5,000 need up to 20 GB, and more than half an hour"))
@@ -380,9 +382,10 @@ def on_local_nodes(built, script, *arguments):
             return "no bundle could be made of FLUX_PREFIX"
         path = f"{os.environ['PATH']}:{ASSETS}"
         # What clusters run, if it is there.
-        agent = {"FLUX_DISTRIBUTE_LOCAL_AGENT": str(image_binary())} if image_binary() else {}
+        image = image_binary()
+        agent = {"FLUX_DISTRIBUTE_LOCAL_AGENT": str(image)} if image else {}
         found = first_object(run(sys.executable, f"scripts/{script}", *arguments, BUNDLE=bundle, BINARY=binary, PATH=path, **agent))
-        return found if isinstance(found, str) else {**found, "program": "the image's" if agent else "a release build's"}
+        return found if isinstance(found, str) else {**found, "program": "the image's" if image else "a release build's"}
 
 
 def end_early(*_):

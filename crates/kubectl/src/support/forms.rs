@@ -93,13 +93,23 @@ pub(super) fn is_public(name: &str, value: &str) -> bool {
     is_public_name(name) && !value.contains("://") && !value.trim().contains('\n')
 }
 
-/// The name that stands before a sign at `at` in `line`, and whether its value is public. `user:password` is a login, and no field `user`.
-fn name_before(line: &str, at: usize) -> (&str, bool) {
-    let before = line[..at].trim_end_matches(|c| is_blank(c) || is_quote(c));
-    let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
-    let is_field =
-        line[at..].starts_with('=') || line[..at].ends_with(is_quote) || line[at + 1..].starts_with(is_blank);
-    (name, is_field && is_public_name(name))
+/// What stands before a sign between a name and its value.
+struct Before {
+    /// A name whose value is public. `user:password` is a login, and no field `user`.
+    is_public: bool,
+    /// No such sign stands before the name.
+    is_first: bool,
+}
+
+impl Before {
+    fn of(line: &str, at: usize) -> Self {
+        let before = line[..at].trim_end_matches(|c| is_blank(c) || is_quote(c));
+        let name = before.rsplit(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
+        let is_field =
+            line[at..].starts_with('=') || line[..at].ends_with(is_quote) || line[at + 1..].starts_with(is_blank);
+        let is_first = before[..before.len() - name.len()].chars().next_back().is_none_or(is_end);
+        Self { is_public: is_field && is_public_name(name), is_first }
+    }
 }
 
 /// True for the name of a host with a domain: logs are about these.
@@ -126,38 +136,38 @@ pub(super) fn parts(secret: &[u8]) -> Vec<Vec<u8>> {
     // `.env`, `.npmrc`, `.condarc`
     for line in text.lines() {
         let signs = ['=', ':'].iter().filter_map(|sign| line.find(*sign));
-        let values = signs.filter(|at| !name_before(line, *at).1).map(|at| &line[at + 1..]);
+        let values = signs.filter(|at| !Before::of(line, *at).is_public).map(|at| &line[at + 1..]);
         words.extend(
             values.map(|value| value.trim_matches(|c| is_blank(c) || is_quote(c) || matches!(c, ',' | ';')).to_owned()),
         );
         // `.pgpass`, connection strings, several of them in a line.
         for (at, _) in line.match_indices(['=', ':']) {
-            let (name, is_public) = name_before(line, at);
+            let before = Before::of(line, at);
             let value = line[at + 1..].trim_start_matches(|c| is_blank(c) || is_quote(c));
             let word = value.split(|c| is_end(c) || matches!(c, '&' | ':' | '=')).next().unwrap_or_default();
             let is_scheme = value[word.len()..].starts_with("://");
-            if is_public || is_scheme {
+            if before.is_public || is_scheme {
                 continue;
             }
             words.push(word.to_owned());
             // `me:password@tcp(host)/database` has no scheme.
             words.extend(word.rsplit_once('@').map(|(password, _)| password.to_owned()));
-            // A value in quotes, and one up to a semicolon, may hold blanks.
+            // A value in quotes may hold blanks.
             let quoted = line[at + 1..].trim_start_matches(is_blank);
             let quote = quoted.chars().next().filter(|c| matches!(c, '"' | '\''));
             words.extend(quote.and_then(|quote| quoted.split(quote).nth(1)).map(str::to_owned));
             // A value may hold such signs too. Only behind the first of them, or a long line would be read again and again.
-            let is_first = line[..at].trim_end_matches(|c| is_blank(c) || is_quote(c)).strip_suffix(name);
-            if is_first.is_some_and(|before| before.chars().next_back().is_none_or(is_end)) {
+            if before.is_first {
                 words.push(value.split(is_end).next().unwrap_or_default().to_owned());
             }
         }
-        // Connection strings
+        // Connection strings, whose values may hold blanks.
         let fields = line.split(';').filter_map(|field| field.split_once('='));
         words.extend(fields.filter(|(name, _)| !is_public_name(name.trim())).map(|(_, value)| value.trim().to_owned()));
         words.extend(passwords_of_urls(line));
-        let is_word = !line.trim().contains(is_blank) && line.contains(|c: char| c.is_ascii_digit());
-        words.extend((is_word && line.trim().len() >= SHORTEST_LINE).then(|| line.trim().to_owned()));
+        let word = line.trim();
+        let is_token = !word.contains(is_blank) && word.contains(|c: char| c.is_ascii_digit());
+        words.extend((is_token && word.len() >= SHORTEST_LINE).then(|| word.to_owned()));
         // `.netrc`
         let pairs = line.split_whitespace().zip(line.split_whitespace().skip(1));
         words.extend(pairs.filter(|(name, _)| *name == "password").map(|(_, value)| value.to_owned()));

@@ -157,6 +157,8 @@ mod tests {
                 percent(|byte| format!("%{byte:02x}")),
                 Value::from(secret).to_string().replace('>', "\\u003e").replace('<', "\\u003c").replace('&', "\\u0026"),
                 percent(|byte| format!("%{byte:02X}")),
+                // What RFC 3986 leaves as it is.
+                percent(|byte| if b"-_.~".contains(&byte) { char::from(byte).into() } else { format!("%{byte:02X}") }),
                 hex.to_uppercase(),
                 hex,
                 BASE64_STANDARD.encode(secret),
