@@ -52,7 +52,7 @@ fn down(pod: &Pod) -> Option<String> {
 
 /// The pod that counts on each node: the one that runs, if there is one. An evicted pod's object stays beside the pod that
 /// replaced it.
-pub fn by_node(pods: &[AgentPod]) -> BTreeMap<&str, &AgentPod> {
+pub fn by_node<'a>(pods: impl IntoIterator<Item = &'a AgentPod>) -> BTreeMap<&'a str, &'a AgentPod> {
     let mut found = BTreeMap::<&str, &AgentPod>::new();
     for pod in pods {
         let known = found.entry(&pod.node).or_insert(pod);
@@ -76,15 +76,15 @@ impl Agents {
     /// Without any pod in `pods` the planner can't tell which agents run, so it reports none missing.
     pub fn agentless<'a>(
         &mut self,
-        pods: &[AgentPod],
+        pods: impl IntoIterator<Item = &'a AgentPod>,
         nodes: impl Iterator<Item = &'a str>,
         now: i64,
     ) -> BTreeMap<String, String> {
-        if pods.is_empty() {
+        let by_node = by_node(pods);
+        if by_node.is_empty() {
             self.0.clear();
             return BTreeMap::new();
         }
-        let by_node = by_node(pods);
         let why = |node: &str| match by_node.get(node) {
             None => Some("there is no pod of DaemonSet install-flux on it".to_owned()),
             Some(pod) => pod.down.clone(),

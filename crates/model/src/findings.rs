@@ -147,7 +147,7 @@ fn fixed_owner(seen: &Observed) -> Option<NotApplied> {
 fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     let mut members = roster.ranks.keys().filter(|rank| roster.member(**rank).is_some()).peekable();
     members.peek()?;
-    let nodes = NodeIndex::of(seen.nodes);
+    let nodes = NodeIndex::of(&seen.nodes);
     members.all(|rank| is_to_be_excluded(seen, roster, &nodes, *rank)).then(|| NotApplied {
         reason: "AllExcluded",
         message:

@@ -10,11 +10,11 @@ use crate::observed::{Observed, is_of_instance};
 /// every report that has a copy of the roster or names a running broker: it rebuilds the roster from the former, and
 /// starts no epoch because of the latter.
 pub fn forsaken(seen: &Observed, planned: Option<&Planned>) -> BTreeSet<String> {
-    let nodes = NodeIndex::of(seen.nodes);
+    let nodes = NodeIndex::of(&seen.nodes);
     let members = planned.map(|planned| &planned.members);
     let is_member = |name: &str| members.is_some_and(|members| members.rank_on(name).is_some());
     let is_needed = |name: &str| {
-        let report = seen.reports.get(name);
+        let report = seen.report(name);
         report.is_some_and(|report| match members {
             Some(members) => members.orphan_broker_rank(report).is_some(),
             None => {
@@ -22,8 +22,8 @@ pub fn forsaken(seen: &Observed, planned: Option<&Planned>) -> BTreeSet<String> 
             }
         })
     };
-    let is_forsaken = |name: &&String| nodes.named(name).is_none() && !is_member(name) && !is_needed(name);
-    seen.reports.keys().filter(is_forsaken).cloned().collect()
+    let is_forsaken = |name: &&str| nodes.named(name).is_none() && !is_member(name) && !is_needed(name);
+    seen.reports.keys().copied().filter(is_forsaken).map(str::to_owned).collect()
 }
 
 #[cfg(test)]

@@ -16,16 +16,16 @@ pub const OUR_LABELS: [&str; 3] = [LABEL_RANK, LABEL_LEAD, LABEL_ONLINE];
 /// The changes while there is an instance. None while it has no roster: what the Nodes say stays.
 pub fn changes(seen: &Observed, planned: Option<&Planned>) -> Vec<NodeChange> {
     if !seen.spec.nodes.label {
-        return removals(seen.nodes);
+        return removals(&seen.nodes);
     }
     let Some(planned) = planned else { return Vec::new() };
-    let wanted = wanted(planned, &NodeIndex::of(seen.nodes));
+    let wanted = wanted(planned, &NodeIndex::of(&seen.nodes));
     let none = BTreeMap::new();
     seen.nodes.iter().filter_map(|node| change(node, wanted.get(node.uid.as_str()).unwrap_or(&none))).collect()
 }
 
 /// Removes our labels from all Nodes: the instance is being deleted, or labels none.
-pub fn removals(nodes: &[NodeView]) -> Vec<NodeChange> {
+pub fn removals(nodes: &[&NodeView]) -> Vec<NodeChange> {
     nodes.iter().filter_map(|node| change(node, &BTreeMap::new())).collect()
 }
 

@@ -44,10 +44,10 @@ pub struct NodeIndex<'a> {
 
 impl<'a> NodeIndex<'a> {
     /// Indexes `nodes`.
-    pub fn of(nodes: &'a [NodeView]) -> Self {
+    pub fn of(nodes: &[&'a NodeView]) -> Self {
         Self {
-            by_uid: nodes.iter().map(|node| (node.uid.as_str(), node)).collect(),
-            by_name: nodes.iter().map(|node| (node.name.as_str(), node)).collect(),
+            by_uid: nodes.iter().map(|node| (node.uid.as_str(), *node)).collect(),
+            by_name: nodes.iter().map(|node| (node.name.as_str(), *node)).collect(),
         }
     }
 
@@ -135,7 +135,7 @@ impl<'a> Members<'a> {
     /// without a broker lose their ranks, and while nodes without a broker get ranks.
     pub fn observe(seen: &Observed<'a>, roster: &Roster) -> Self {
         let mut members = Self {
-            nodes: NodeIndex::of(seen.nodes),
+            nodes: NodeIndex::of(&seen.nodes),
             instance_id: roster.instance_id.clone(),
             epoch: roster.epoch,
             max_size: roster.settings.max_size,
@@ -169,7 +169,7 @@ impl<'a> Members<'a> {
         let node = self.nodes.with_uid(&member.uid);
         let is_ready = node.is_some_and(|node| node.ready);
         let without_broker = |state| Facts { is_ready, ..unknown(state) };
-        let Some(report) = seen.reports.get(&member.node) else { return without_broker(MemberState::NotReported) };
+        let Some(report) = seen.report(&member.node) else { return without_broker(MemberState::NotReported) };
         let Some(adopted) = &report.adopted else { return without_broker(MemberState::NotRunning) };
         if adopted.rank != rank || adopted.epoch != self.epoch || adopted.instance_id != self.instance_id {
             return without_broker(MemberState::Elsewhere);

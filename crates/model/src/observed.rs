@@ -19,8 +19,11 @@ use api::{
 /// long hardware that has vanished from a host stays declared).
 pub(crate) const DEFAULT_RETAIN_SECS: i64 = 600;
 
+/// The agents' reports (FluxNode.status), by node name.
+pub type Reports<'a> = BTreeMap<&'a str, &'a FluxNodeStatus>;
+
 /// Everything the planner has observed.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Observed<'a> {
     /// metadata.uid of the FluxInstance.
     pub instance_uid: &'a str,
@@ -31,9 +34,9 @@ pub struct Observed<'a> {
     /// Its status.
     pub status: &'a FluxInstanceStatus,
     /// All Nodes.
-    pub nodes: &'a [NodeView],
-    /// The agents' reports (FluxNode.status), by node name.
-    pub reports: &'a BTreeMap<String, FluxNodeStatus>,
+    pub nodes: Vec<&'a NodeView>,
+    /// What their agents have reported.
+    pub reports: Reports<'a>,
     /// The roster in ConfigMap flux-roster; None if the ConfigMap does not exist.
     pub roster: Option<&'a Roster>,
     /// Digest of the published package set.
@@ -90,7 +93,12 @@ impl Unusable {
     }
 }
 
-impl Observed<'_> {
+impl<'a> Observed<'a> {
+    /// What the agent of the node with this name has reported.
+    pub fn report(&self, node: &str) -> Option<&'a FluxNodeStatus> {
+        self.reports.get(node).copied()
+    }
+
     /// The user that owns the brokers and runs every job: the one that the instance has had since it was online first, else the one
     /// that its spec asks for. Whoever was this user could write jobs into the queue, which would run as the next one, and knows the
     /// certificate. The status counts only if this instance has no roster, because an agent's token may write the status.
@@ -102,8 +110,13 @@ impl Observed<'_> {
     /// The user of the brokers' last epoch that came up, from the roster; None if none has. The status has it too, but an earlier
     /// version, or a definition of the FluxInstance that lacks the field, may have dropped it.
     pub fn fixed_owner(&self) -> Option<&str> {
+        self.fixed_owner_in(self.roster)
+    }
+
+    /// As [`Self::fixed_owner`], from this roster.
+    pub(crate) fn fixed_owner_in<'r>(&self, roster: Option<&'r Roster>) -> Option<&'r str> {
         let was_online = |roster: &&Roster| roster.established || self.status.instance_id.is_some();
-        let roster = self.roster.filter(|roster| roster.instance_uid == self.instance_uid).filter(was_online)?;
+        let roster = roster.filter(|roster| roster.instance_uid == self.instance_uid).filter(was_online)?;
         // Earlier versions changed the user with the epoch.
         Some(&roster.previous.as_ref().unwrap_or(&roster.settings).run_as)
     }
@@ -122,7 +135,7 @@ pub(crate) fn drained_by_others<'a>(seen: &'a Observed, roster: &Roster) -> Opti
 
 /// The last report of the lead's agent.
 pub(crate) fn lead_report<'a>(seen: &'a Observed, roster: &Roster) -> Option<&'a FluxNodeStatus> {
-    seen.reports.get(&roster.lead()?.node)
+    seen.report(&roster.lead()?.node)
 }
 
 /// The maximum number of members. Ignores a size of 0: this also runs for a spec that can't be served.
@@ -162,18 +175,15 @@ pub fn is_of_instance(seen: &Observed, adopted: &Adopted) -> bool {
 /// True if the node's host still has a broker of an earlier instance. The host must be cleaned first, and its report
 /// may be about that instance.
 pub fn holds_another(seen: &Observed, node: &str) -> bool {
-    let adopted = seen.reports.get(node).and_then(|report| report.adopted.as_ref());
+    let adopted = seen.report(node).and_then(|report| report.adopted.as_ref());
     adopted.is_some_and(|adopted| !is_of_instance(seen, adopted))
 }
 
 /// The roster format of an epoch that begins now: the newest that the agents of all nodes read. In the middle of an
 /// upgrade, an agent that can't read the roster would start no broker.
 pub(crate) fn format(seen: &Observed) -> u32 {
-    let agents = seen
-        .nodes
-        .iter()
-        .filter_map(|node| seen.reports.get(&node.name))
-        .filter(|report| report.agent_version.is_some());
+    let agents =
+        seen.nodes.iter().filter_map(|node| seen.report(&node.name)).filter(|report| report.agent_version.is_some());
     // Agents that don't report a format read the one before.
     let oldest = agents.map(|report| report.roster_format.max(ROSTER_FORMAT - 1)).min();
     oldest.unwrap_or(ROSTER_FORMAT).min(ROSTER_FORMAT)
@@ -181,13 +191,13 @@ pub(crate) fn format(seen: &Observed) -> u32 {
 
 /// True if the host of `node` has passed preflight for this instance.
 pub(crate) fn has_passed(seen: &Observed, node: &NodeView) -> bool {
-    let is_removing = seen.reports.get(&node.name).is_some_and(|report| report.phase == NodePhase::Removing);
+    let is_removing = seen.report(&node.name).is_some_and(|report| report.phase == NodePhase::Removing);
     facts(seen, node).is_some() && !holds_another(seen, &node.name) && !is_removing
 }
 
 /// True if the last step on the host of `node` failed.
 pub(crate) fn has_failed(seen: &Observed, node: &str) -> bool {
-    seen.reports.get(node).is_some_and(|report| report.phase == NodePhase::Failed)
+    seen.report(node).is_some_and(|report| report.phase == NodePhase::Failed)
 }
 
 /// True if brokers of this FluxInstance run, or may start at any moment, with the published certificate.
@@ -224,7 +234,8 @@ fn secs(retain: Option<&str>) -> i64 {
 
 /// Eligible nodes, oldest first; those of the same age by name.
 pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
-    let mut nodes: Vec<_> = seen.nodes.iter().filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
+    let mut nodes: Vec<_> =
+        seen.nodes.iter().copied().filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
     nodes.sort_by(|a, b| (a.created, &a.name).cmp(&(b.created, &b.name)));
     nodes
 }
@@ -239,7 +250,7 @@ pub(crate) fn participant_count(seen: &Observed, roster: &Roster) -> usize {
 /// What is known about the host of `node`, from a report of the boot that the Node names. An older report may be from another machine
 /// that had this node's name.
 pub(crate) fn facts<'a>(seen: &Observed<'a>, node: &NodeView) -> Option<&'a Facts> {
-    seen.reports.get(&node.name)?.facts.as_ref().filter(|facts| is_of_boot(facts, node))
+    seen.report(&node.name)?.facts.as_ref().filter(|facts| is_of_boot(facts, node))
 }
 
 /// True if `facts` are of the boot that `node` names, or it names none.

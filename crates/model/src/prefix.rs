@@ -8,7 +8,7 @@ use api::{NodePhase, Roster};
 /// The prefix of the host of node `name`; None if it is unknown or the host is being cleaned: then the prefix is that
 /// of an earlier instance.
 fn of<'a>(seen: &Observed<'a>, name: &str) -> Option<&'a str> {
-    let report = seen.reports.get(name).filter(|report| report.phase != NodePhase::Removing)?;
+    let report = seen.report(name).filter(|report| report.phase != NodePhase::Removing)?;
     report.facts.as_ref().map(|facts| facts.prefix.as_str())
 }
 

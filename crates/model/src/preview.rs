@@ -207,15 +207,16 @@ pub fn preview(
             static_cpus: false,
             prefix: prefix.clone(),
         };
-        (node.name.clone(), FluxNodeStatus { facts: Some(facts), ..FluxNodeStatus::default() })
+        FluxNodeStatus { facts: Some(facts), ..FluxNodeStatus::default() }
     };
+    let reports: Vec<_> = nodes.iter().map(report).collect();
     let seen = Observed {
         instance_uid: INSTANCE_UID,
         spec,
         generation: 1,
         status: &FluxInstanceStatus::default(),
-        nodes,
-        reports: &nodes.iter().map(report).collect(),
+        nodes: nodes.iter().collect(),
+        reports: nodes.iter().map(|node| node.name.as_str()).zip(&reports).collect(),
         roster: None,
         digest: Some(DIGEST),
         certificate: Some(CERTIFICATE),

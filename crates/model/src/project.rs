@@ -31,7 +31,7 @@ pub fn project_all<'a>(
     present: impl IntoIterator<Item = &'a FluxNode>,
     is_local: impl Fn(&str) -> bool,
 ) -> Vec<(&'a FluxNode, FluxNodeSpec)> {
-    let nodes = NodeIndex::of(seen.nodes);
+    let nodes = NodeIndex::of(&seen.nodes);
     let named = |flux_node: &FluxNode| flux_node.metadata.name.as_deref().and_then(|name| nodes.named(name));
     let roster = planned.map(|planned| planned.roster);
     let mut rows: Vec<_> = present
@@ -45,7 +45,7 @@ pub fn project_all<'a>(
             (present, node, spec)
         })
         .collect();
-    rows.sort_by_key(|(_, node, spec)| precedence(seen, *node, spec.as_ref()));
+    rows.sort_by_cached_key(|(_, node, spec)| precedence(seen, *node, spec.as_ref()));
     let no_report = FluxNodeStatus::default();
     let fetchers: Vec<_> = rows
         .iter()
@@ -144,7 +144,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
     }
     // Keep the former rank in the spec while jobs may run below it: without a rank, the agent would stop the broker.
     let former = |Planned { roster, members }: &Planned| {
-        let rank = members.orphan_broker_rank(seen.reports.get(&node.name)?)?;
+        let rank = members.orphan_broker_rank(seen.report(&node.name)?)?;
         members.may_carry_jobs(rank).then(|| (revision_for(roster, rank), roster.epoch, rank))
     };
     if let Some((revision, epoch, rank)) = planned.and_then(former) {
@@ -230,7 +230,7 @@ fn revision_for(roster: &Roster, rank: Rank) -> u64 {
 /// True if a follower's broker may start: the lead has applied its resources, and the lead and the parent are online.
 fn may_start(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) -> bool {
     let lead = roster.lead();
-    let applied = lead.and_then(|lead| seen.reports.get(&lead.node)).and_then(|report| report.applied_revision);
+    let applied = lead.and_then(|lead| seen.report(&lead.node)).and_then(|report| report.applied_revision);
     let declared = roster.ranks.get(&rank).filter(|entry| entry.resources.is_some()).map(|entry| entry.revision);
     let is_applied = declared.is_some_and(|declared| applied >= Some(declared));
     is_applied && members.is_online(0) && parent(roster, rank).is_none_or(|parent| members.is_online(parent))

@@ -9,7 +9,11 @@ use super::{
     eligibility::{NodeView, PROTECTING},
     members::{NodeIndex, Planned},
 };
-use crate::{marks::NodeChange, observed::Observed, tree::topology};
+use crate::{
+    marks::NodeChange,
+    observed::{Observed, Reports},
+    tree::topology,
+};
 use api::{ANNOTATION_PROTECTS, FluxNodeStatus, Rank, RunningJobs};
 
 /// The value of each of [`PROTECTING`].
@@ -33,7 +37,7 @@ impl Protection {
     pub fn changes(&mut self, seen: &Observed, planned: Option<&Planned>) -> Vec<NodeChange> {
         self.running_jobs = seen.spec.uninstall.running_jobs.clone();
         if !seen.spec.autoscaling.protect {
-            return seen.nodes.iter().filter_map(unprotect).collect();
+            return seen.nodes.iter().filter_map(|node| unprotect(node)).collect();
         }
         let Some((roster, needed)) = planned.and_then(|planned| Some((planned.roster, needed(planned)?))) else {
             return Vec::new();
@@ -41,10 +45,10 @@ impl Protection {
         let uids: BTreeSet<_> =
             needed.iter().filter_map(|rank| Some(roster.ranks.get(rank)?.member.as_ref()?.uid.as_str())).collect();
         let is_marked = |node: &NodeView| node.annotations.contains_key(ANNOTATION_PROTECTS);
-        let nodes = NodeIndex::of(seen.nodes);
+        let nodes = NodeIndex::of(&seen.nodes);
         self.needed.retain(|uid, _| nodes.with_uid(uid).is_some_and(is_marked));
         let mut changes = Vec::new();
-        for node in seen.nodes {
+        for node in &seen.nodes {
             if uids.contains(node.uid.as_str()) {
                 self.needed.insert(node.uid.clone(), seen.now);
                 changes.extend(protect(node));
@@ -61,13 +65,15 @@ impl Protection {
 
     /// The changes once the instance is being deleted: removes all of the planner's annotations, except on hosts whose
     /// brokers keep running until their jobs end.
-    pub fn at_the_end(&self, nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<NodeChange> {
+    pub fn at_the_end(&self, nodes: &[&NodeView], reports: &Reports) -> Vec<NodeChange> {
         let runs = |report: &FluxNodeStatus| report.adopted.is_some();
         let lead = reports.values().find(|report| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0));
         let are_jobs_left = lead.is_some_and(|lead| lead.ranks_of_host_jobs().is_none_or(|ranks| !ranks.is_empty()));
         let is_waited_for = self.running_jobs != RunningJobs::Cancel && are_jobs_left;
-        let free = nodes.iter().filter(|node| !(is_waited_for && reports.get(&node.name).is_some_and(runs)));
-        free.filter_map(unprotect).collect()
+        let free = nodes
+            .iter()
+            .filter(|node| !(is_waited_for && reports.get(node.name.as_str()).is_some_and(|report| runs(report))));
+        free.filter_map(|node| unprotect(node)).collect()
     }
 }
 

@@ -167,11 +167,11 @@ fn at_the_end_all_own_annotations_go_except_on_hosts_that_still_run_jobs() {
         busy(&mut world, "0-1");
         settle(&mut world, &mut protection);
         busy(&mut world, ranks);
-        let changes = protection.at_the_end(&world.nodes, &world.reports);
+        let changes = protection.at_the_end(&world.seen().nodes, &world.seen().reports);
         apply(&mut world, changes);
         assert_eq!(protected(&world), kept, "{policy:?} {ranks}");
         // Now the hosts are clean.
-        let changes = protection.at_the_end(&world.nodes, &BTreeMap::new());
+        let changes = protection.at_the_end(&world.seen().nodes, &BTreeMap::new());
         apply(&mut world, changes);
         assert_eq!(protected(&world), [""; 0]);
     }

@@ -203,7 +203,7 @@ fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     if roster.established {
         next.instance_id = Some(roster.instance_id.clone());
     }
-    let owner = Observed { roster: Some(roster), ..*seen }.fixed_owner().map(str::to_owned);
+    let owner = seen.fixed_owner_in(Some(roster)).map(str::to_owned);
     next.run_as = owner.or(next.run_as);
     next.dump = newest_dump(seen);
     let lead = members.report(0);
@@ -229,7 +229,7 @@ fn phase(roster: Option<&Roster>, obstacle: Option<&Obstacle>, standing: Standin
 /// The phase itself is the memory that the first start is not over.
 fn is_coming_up(seen: &Observed, roster: &Roster, members: &Members) -> bool {
     let is_on_its_way = |(rank, member): (u32, &Member)| {
-        let report = seen.reports.get(&member.node);
+        let report = seen.report(&member.node);
         let is_stuck = report.is_some_and(|report| {
             report.needs_attention || matches!(report.phase, NodePhase::Failed | NodePhase::Offline)
         });
@@ -262,23 +262,22 @@ pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str,
 fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     let dumps = seen.reports.iter().filter_map(|(node, report)| Some((node, report.dump.as_ref()?)));
     let (node, dump) = dumps.max_by_key(|(_, dump)| dump.time.0)?;
-    Some(KeptDump { node: node.clone(), dump: dump.clone() })
+    Some(KeptDump { node: (*node).to_owned(), dump: dump.clone() })
 }
 
 /// One sentence on how many nodes are online, with the message of the offline member that matters most: a lead that the
 /// others don't reach, else the first that has failed, else the first; one whose Node is gone comes after all others.
 fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus) -> String {
     let Some(Planned { roster, members }) = planned else { return "no roster yet".to_owned() };
-    let has_failed = |(_, member): &(_, &Member)| {
-        seen.reports.get(&member.node).is_some_and(|report| report.phase == NodePhase::Failed)
-    };
+    let has_failed =
+        |(_, member): &(_, &Member)| seen.report(&member.node).is_some_and(|report| report.phase == NodePhase::Failed);
     let is_unreachable = |rank| rank == 0 && members.is_lead_silent();
     // The remedy for a lead whose Node is gone must show.
     let is_gone = |(rank, member): &(u32, &Member)| *rank != 0 && member.gone_since.is_some();
     let first =
         offline(roster, members).min_by_key(|found| (!is_unreachable(found.0), is_gone(found), !has_failed(found)));
     let detail = first.map(|(rank, member)| {
-        let report = seen.reports.get(&member.node);
+        let report = seen.report(&member.node);
         let unreachable = match (is_unreachable(rank), members.is_ready(rank)) {
             (true, true) => Some("its broker does not answer the others".to_owned()),
             (true, false) => Some(

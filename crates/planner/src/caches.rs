@@ -10,7 +10,7 @@ use std::{
 
 use futures::{Stream, StreamExt, stream::select_all};
 use k8s_openapi::{
-    api::core::v1::{Namespace, Node, NodeStatus, Pod, PodSpec},
+    api::core::v1::{Namespace, Node, Pod},
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
 use kube::{
@@ -19,25 +19,23 @@ use kube::{
     runtime::{WatchStreamExt, reflector, reflector::Store, watcher},
 };
 use tokio::time::timeout;
-use tracing::{debug, warn};
+use tracing::warn;
 
-use api::{AGENT_SELECTOR, ANNOTATION_PROTECTS, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
-use model::{
-    agents::AgentPod,
-    eligibility::{NodeView, PROTECTING},
-};
+use super::views::{Views, arrived, viewed};
+use api::{AGENT_SELECTOR, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
+use model::{agents::AgentPod, eligibility::NodeView};
 
 /// Longest text of a FluxNode's status that is copied, in bytes.
 const LONGEST_TEXT: usize = 8192;
 
 /// The watched objects, as last received from the API server.
 pub(super) struct Caches {
-    pub(super) nodes: Store<Node>,
+    pub(super) nodes: Views<NodeView>,
     /// Guarded, so that a FluxNode that this version can't read doesn't hide the others; see [`readable`].
     pub(super) flux_nodes: Store<DeserializeGuard<FluxNode>>,
     pub(super) instances: Store<FluxInstance>,
-    /// The pods of the agents.
-    pods: Store<Pod>,
+    /// The pods of the agents that have a node. Empty if they can't be read, because an older manifest does not grant that right.
+    pub(super) pods: Views<AgentPod>,
     /// Only our own Namespace.
     namespaces: Store<Namespace>,
 }
@@ -47,34 +45,24 @@ impl Caches {
     /// planning may depend on.
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
-        let nodes = watcher(Api::<Node>::all(client.clone()), all()).default_backoff();
-        let (nodes, node_changes) = cached(nodes.modify(keep_of_node));
+        let (nodes, node_changes) = viewed(Api::<Node>::all(client.clone()), all(), |node| Some(NodeView::from(node)));
         let flux_nodes = watcher(Api::namespaced(client.clone(), NAMESPACE), all()).default_backoff();
         let (flux_nodes, flux_node_changes) = cached(flux_nodes.modify(keep_for_planning));
-        let flux_node_changes = skip_irrelevant(flux_node_changes.inspect(warn_if_unreadable), planned_by);
+        let flux_node_changes = skip_irrelevant(flux_node_changes.inspect(warn_if_unreadable));
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
         let agents = all().labels(AGENT_SELECTOR);
-        let pods = watcher(Api::<Pod>::namespaced(client.clone(), NAMESPACE), agents).default_backoff();
-        let (pods, pod_changes) = cached(pods.modify(keep_of_pod));
-        let view = |node: &Node| Some(NodeView::from(node));
-        let node_changes = skip_irrelevant(node_changes, view);
-        let pod_changes = skip_irrelevant(pod_changes, AgentPod::of);
+        let pods = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
+        let (pods, pod_changes) = viewed(pods, agents, AgentPod::of);
         let changes = [
-            node_changes.map(drop).boxed(),
+            node_changes.boxed(),
             flux_node_changes.map(drop).boxed(),
             instance_changes.map(drop).boxed(),
             namespace_changes.map(drop).boxed(),
-            pod_changes.map(drop).boxed(),
+            pod_changes.boxed(),
         ];
         (Self { nodes, flux_nodes, instances, pods, namespaces }, select_all(changes))
-    }
-
-    /// The agents' pods that have a node. Empty if they can't be read, because an older manifest does not grant that
-    /// right.
-    pub(super) fn agents(&self) -> Vec<AgentPod> {
-        self.pods.state().iter().filter_map(|pod| AgentPod::of(pod)).collect()
     }
 
     /// True if there is no instance, or it is being deleted, or the Namespace is.
@@ -89,13 +77,9 @@ impl Caches {
     /// list of pods.
     pub(super) async fn are_complete(&self) -> bool {
         let ready = async {
-            let _ = tokio::join!(
-                self.nodes.wait_until_ready(),
-                self.flux_nodes.wait_until_ready(),
-                self.instances.wait_until_ready()
-            );
+            let _ = tokio::join!(self.flux_nodes.wait_until_ready(), self.instances.wait_until_ready());
         };
-        timeout(Duration::from_millis(1), ready).await.is_ok()
+        self.nodes.are_complete() && timeout(Duration::from_millis(1), ready).await.is_ok()
     }
 }
 
@@ -118,31 +102,6 @@ fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
             node = node.name_any(),
             error, "this version can't read a FluxNode: finish the upgrade, or delete it: its agent makes it again"
         );
-    }
-}
-
-/// Drops what [`NodeView`] does not read and what makes a Node large, such as its list of images: the planner keeps one of each node.
-fn keep_of_node(node: &mut Node) {
-    node.metadata.managed_fields = None;
-    if let Some(annotations) = &mut node.metadata.annotations {
-        annotations.retain(|key, _| PROTECTING.contains(&key.as_str()) || key == ANNOTATION_PROTECTS);
-    }
-    let Some(status) = node.status.take() else { return };
-    let mut conditions = status.conditions;
-    conditions.iter_mut().for_each(|conditions| conditions.retain(|condition| condition.type_ == "Ready"));
-    let (addresses, allocatable, capacity, node_info) =
-        (status.addresses, status.allocatable, status.capacity, status.node_info);
-    let kept = NodeStatus { addresses, allocatable, capacity, conditions, node_info, ..NodeStatus::default() };
-    node.status = Some(kept);
-}
-
-/// As [`keep_of_node`], for [`AgentPod`].
-fn keep_of_pod(pod: &mut Pod) {
-    pod.metadata.managed_fields = None;
-    let node_name = pod.spec.take().and_then(|spec| spec.node_name);
-    pod.spec = Some(PodSpec { node_name, ..PodSpec::default() });
-    if let Some(status) = &mut pod.status {
-        (status.conditions, status.init_container_statuses) = (None, None);
     }
 }
 
@@ -188,40 +147,22 @@ fn keep_for_planning(node: &mut DeserializeGuard<FluxNode>) {
     }
 }
 
-/// Drops the changes that planning does not depend on, such as kubelet's heartbeats, image lists and probe results.
-fn skip_irrelevant<K, V>(
-    changes: impl Stream<Item = watcher::Event<K>> + Send,
-    view: impl Fn(&K) -> Option<V> + Send + 'static,
-) -> impl Stream<Item = watcher::Event<K>> + Send
-where
-    K: Resource<DynamicType = ()> + Send,
-    V: PartialEq + Send,
-{
+/// Drops the changes of FluxNodes that leave unchanged what planning depends on.
+fn skip_irrelevant(
+    changes: impl Stream<Item = watcher::Event<DeserializeGuard<FluxNode>>> + Send,
+) -> impl Stream<Item = watcher::Event<DeserializeGuard<FluxNode>>> + Send {
     let mut known = HashMap::new();
-    changes.filter(move |event| ready(is_relevant(&mut known, event, &view)))
+    changes.filter(move |event| ready(is_relevant(&mut known, event)))
 }
 
-/// True unless the event leaves the `view` of its object, the part that planning depends on, unchanged.
-fn is_relevant<K, V>(
-    known: &mut HashMap<String, Option<V>>,
-    event: &watcher::Event<K>,
-    view: impl Fn(&K) -> Option<V>,
-) -> bool
-where
-    K: Resource<DynamicType = ()>,
-    V: PartialEq,
-{
+/// True unless the event leaves unchanged what planning depends on.
+fn is_relevant(known: &mut HashMap<String, Option<u64>>, event: &watcher::Event<DeserializeGuard<FluxNode>>) -> bool {
     match event {
-        watcher::Event::Apply(object) | watcher::Event::InitApply(object) => {
-            let seen = view(object);
-            let before = known.get(&object.name_any());
-            let has_changed = before != Some(&seen);
-            if has_changed {
-                known.insert(object.name_any(), seen);
-            }
-            has_changed
+        watcher::Event::Apply(node) | watcher::Event::InitApply(node) => {
+            let now = planned_by(node);
+            known.insert(node.name_any(), now) != Some(now)
         }
-        watcher::Event::Delete(object) => known.remove(&object.name_any()).is_some(),
+        watcher::Event::Delete(node) => known.remove(&node.name_any()).is_some(),
         watcher::Event::Init | watcher::Event::InitDone => true,
     }
 }
@@ -242,12 +183,7 @@ where
     K: Resource<DynamicType = ()> + Clone + Send + Sync + 'static,
 {
     let (store, writer) = reflector::store();
-    let changes = changes.reflect(writer).filter_map(|event| async move {
-        if let Err(error) = &event {
-            debug!(%error, "a watch was interrupted");
-        }
-        event.ok()
-    });
+    let changes = changes.reflect(writer).filter_map(|event| ready(arrived(event)));
     (store, changes)
 }
 
@@ -357,69 +293,7 @@ mod tests {
             (node("3", "Failed", 1), true),
             (node("4", "Failed", 1), false),
         ] {
-            assert_eq!(is_relevant(&mut known, &event, planned_by), expected, "{event:?}");
-        }
-    }
-
-    #[test]
-    fn what_is_kept_of_nodes_and_pods_says_all_that_planning_reads_and_is_small() {
-        let conditions: Vec<_> = ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"]
-            .map(|type_| json!({"type": type_, "status": "True", "message": "x".repeat(100)}))
-            .into();
-        let image =
-            json!({"names": ["registry.example.org/image@sha256:".to_owned() + &"0".repeat(64)], "sizeBytes": 1});
-        let info = json!({"architecture": "amd64", "bootID": "boot", "containerRuntimeVersion": "containerd://2", "kernelVersion": "6.12",
-            "kubeProxyVersion": "", "kubeletVersion": "v1.36.0", "machineID": "m", "operatingSystem": "linux", "osImage": "Debian",
-            "systemUUID": "s"});
-        let cpu = json!({"cpu": "3920m", "nvidia.com/gpu": "1"});
-        let annotations =
-            json!({PROTECTING[0]: "true", ANNOTATION_PROTECTS: "x", "example.org/state": "x".repeat(2000)});
-        let managers: Vec<_> =
-            (0..4).map(|n| json!({"manager": n.to_string(), "fieldsV1": {"f:a": "x".repeat(1000)}})).collect();
-        let mut node: Node = serde_json::from_value(json!({
-            "metadata": {"name": "node1", "uid": "u", "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z",
-                "labels": {"zone": "a"}, "annotations": annotations, "managedFields": managers},
-            "spec": {"taints": [{"key": "k", "effect": "NoSchedule"}], "unschedulable": true},
-            "status": {"addresses": [{"type": "InternalIP", "address": "10.0.0.1"}], "capacity": cpu, "allocatable": cpu,
-                "conditions": conditions, "images": vec![image; 50], "nodeInfo": info}}))
-        .unwrap();
-        let (whole, size) = (NodeView::from(&node), json!(node).to_string().len());
-        keep_of_node(&mut node);
-        assert_eq!(NodeView::from(&node), whole);
-        assert_eq!(node.metadata.resource_version.as_deref(), Some("1"), "a write names it");
-        let kept = json!(node).to_string().len();
-        assert!(size > 12_000 && kept < 1200, "{kept} of {size}");
-
-        let mut pod: Pod = serde_json::from_value(json!({
-            "metadata": {"name": "agent1", "managedFields": managers},
-            "spec": {"nodeName": "node1", "containers": [{"name": "agent", "image": "x".repeat(1000)}]},
-            "status": {"phase": "Running", "containerStatuses": [{"name": "agent", "image": "i", "imageID": "", "ready": false,
-                "restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}]}}))
-        .unwrap();
-        let whole = AgentPod::of(&pod);
-        keep_of_pod(&mut pod);
-        assert!(whole.as_ref().is_some_and(|pod| pod.down.is_some()) && AgentPod::of(&pod) == whole);
-    }
-
-    #[test]
-    fn a_heartbeat_of_a_node_is_not_relevant() {
-        let node = |uid: &str, ready: &str, heartbeat: &str| -> Node {
-            let condition = json!({"type": "Ready", "status": ready, "lastHeartbeatTime": heartbeat});
-            let node = json!({"metadata": {"name": "node1", "uid": uid}, "status": {"conditions": [condition]}});
-            serde_json::from_value(node).unwrap()
-        };
-        let (early, late) = ("2026-01-01T00:00:00Z", "2026-01-01T00:05:00Z");
-        let mut known = HashMap::new();
-        for (event, expected) in [
-            (watcher::Event::InitApply(node("a", "False", early)), true),
-            (watcher::Event::InitDone, true),
-            (watcher::Event::Apply(node("a", "False", late)), false),
-            (watcher::Event::Apply(node("a", "True", late)), true),
-            (watcher::Event::Delete(node("a", "True", late)), true),
-            (watcher::Event::Apply(node("a", "True", late)), true),
-            (watcher::Event::Apply(node("b", "True", late)), true),
-        ] {
-            assert_eq!(is_relevant(&mut known, &event, |node| Some(NodeView::from(node))), expected, "{event:?}");
+            assert_eq!(is_relevant(&mut known, &event), expected, "{event:?}");
         }
     }
 }

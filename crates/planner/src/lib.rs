@@ -13,6 +13,7 @@ mod measured;
 mod package_set;
 mod publish;
 mod reconcile;
+mod views;
 
 use cluster::{lease, lease_rules::Place};
 use kube::Client;

@@ -2,16 +2,13 @@
 
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api, Client, ResourceExt,
-    api::Patch,
-    runtime::reflector::{ObjectRef, Store},
-};
+use kube::{Api, Client, api::Patch};
 use serde_json::json;
 use tracing::debug;
 
+use super::views::Views;
 use cluster::{ApiError, call, gone_is_fine, patch_params};
-use model::marks::NodeChange;
+use model::{eligibility::NodeView, marks::NodeChange};
 
 /// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there
 /// is little time.
@@ -22,13 +19,12 @@ const AT_ONCE: usize = 16;
 ///
 /// # Errors
 /// The last error of a call to the API server; code 409 if a Node has changed meanwhile.
-pub async fn write(client: &Client, nodes: &Store<Node>, changes: Vec<NodeChange>) -> Result<(), ApiError> {
+pub async fn write(client: &Client, nodes: &Views<NodeView>, changes: Vec<NodeChange>) -> Result<(), ApiError> {
     let api = Api::<Node>::all(client.clone());
     let patches = changes.into_iter().filter_map(|NodeChange { node, uid, annotations, labels }| {
-        let seen = nodes.get(&ObjectRef::new(&node)).filter(|seen| seen.uid().as_ref() == Some(&uid))?;
+        let seen = nodes.named(&node).filter(|seen| seen.view.uid == uid)?;
         debug!(node, ?annotations, ?labels, "writing onto a Node");
-        let metadata =
-            json!({"annotations": annotations, "labels": labels, "resourceVersion": seen.resource_version()});
+        let metadata = json!({"annotations": annotations, "labels": labels, "resourceVersion": seen.version});
         let patch = json!({"metadata": metadata});
         let api = api.clone();
         Some(async move {

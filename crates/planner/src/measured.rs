@@ -1,9 +1,10 @@
 //! What the planner tells Prometheus of the instance. Pure.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::time::Duration;
 
-use api::{FluxInstanceStatus, FluxNodeStatus, NodePhase, Roster};
+use api::{FluxInstanceStatus, NodePhase, Roster};
 use metrics::InstanceFacts;
+use model::observed::Reports;
 
 /// The numbers of `status`, which this round has computed, and how many members are in which phase by the reports of their agents.
 pub(super) fn measured(
@@ -11,7 +12,7 @@ pub(super) fn measured(
     lead_online: bool,
     dump_every: Option<Duration>,
     roster: Option<&Roster>,
-    reports: &BTreeMap<String, FluxNodeStatus>,
+    reports: &Reports,
 ) -> InstanceFacts {
     let mut facts = InstanceFacts {
         online: status.online.into(),
@@ -23,7 +24,7 @@ pub(super) fn measured(
         ..InstanceFacts::default()
     };
     for member in roster.iter().flat_map(|roster| roster.members()) {
-        facts.add_member(&reports.get(&member.node).map(|report| phase(&report.phase)).unwrap_or_default());
+        facts.add_member(&reports.get(member.node.as_str()).map(|report| phase(&report.phase)).unwrap_or_default());
     }
     facts
 }
@@ -35,7 +36,7 @@ fn phase(phase: &NodePhase) -> String {
 
 #[cfg(test)]
 mod tests {
-    use api::{Dump, KeptDump};
+    use api::{Dump, FluxNodeStatus, KeptDump};
     use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
     use metrics::PHASES;
     use model::fixture::roster;
@@ -46,13 +47,13 @@ mod tests {
     fn members_are_counted_by_the_phase_that_their_agents_report() {
         let roster = roster(8, &[("a", 4), ("b", 4), ("c", 4), ("d", 4)]);
         let report = |phase| FluxNodeStatus { phase, ..FluxNodeStatus::default() };
-        let reports: BTreeMap<_, _> = [
-            ("a".to_owned(), report(NodePhase::Online)),
-            ("b".to_owned(), report(NodePhase::Installing)),
-            ("c".to_owned(), report(NodePhase::Other("made up".to_owned()))),
-            ("no member".to_owned(), report(NodePhase::Online)),
-        ]
-        .into();
+        let reports = [
+            ("a", report(NodePhase::Online)),
+            ("b", report(NodePhase::Installing)),
+            ("c", report(NodePhase::Other("made up".to_owned()))),
+            ("no member", report(NodePhase::Online)),
+        ];
+        let reports = reports.iter().map(|(name, report)| (*name, report)).collect();
         let time = Time(Timestamp::from_second(77).unwrap());
         let dump = KeptDump { node: "a".to_owned(), dump: Dump { name: "d".to_owned(), time, bytes: 1 } };
         let status = FluxInstanceStatus { epoch: 3, online: 1, dump: Some(dump), ..FluxInstanceStatus::default() };

@@ -44,7 +44,7 @@ use model::{
     labels,
     marks::NodeChange,
     members::Planned,
-    observed::{Observed, Unusable, retain_secs},
+    observed::{Observed, Reports, Unusable, retain_secs},
     obstacle::Obstacle,
     project::project_all,
     protect::Protection,
@@ -211,9 +211,11 @@ struct Planner {
 impl Planner {
     async fn once(&mut self, caches: &Caches) -> Result<(), ApiError> {
         let flux_nodes = caches.flux_nodes.state();
-        let nodes: Vec<_> = caches.nodes.state().iter().map(|node| NodeView::from(node.as_ref())).collect();
-        let reports: BTreeMap<_, _> =
-            readable(&flux_nodes).map(|node| (node.name_any(), node.status.clone().unwrap_or_default())).collect();
+        let (nodes, no_report) = (caches.nodes.all(), FluxNodeStatus::default());
+        let nodes: Vec<_> = nodes.iter().map(AsRef::as_ref).collect();
+        let reports: Reports = readable(&flux_nodes)
+            .filter_map(|node| Some((node.metadata.name.as_deref()?, node.status.as_ref().unwrap_or(&no_report))))
+            .collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
             self.mark(caches, Mark::Protection, changes).await;
@@ -242,7 +244,7 @@ impl Planner {
         match flux {
             Some(flux) if flux.meta().deletion_timestamp.is_none() => {
                 self.is_cleaned_up = false;
-                self.plan(caches, flux, &nodes, &reports).await
+                self.plan(caches, flux, nodes, reports).await
             }
             // Once: the agents clean their hosts and delete their FluxNodes, so no host has anything of the instance now, and
             // nothing needs the roster any more.
@@ -260,8 +262,8 @@ impl Planner {
         &mut self,
         caches: &Caches,
         flux: &FluxInstance,
-        nodes: &[NodeView],
-        reports: &BTreeMap<String, FluxNodeStatus>,
+        nodes: Vec<&NodeView>,
+        reports: Reports<'_>,
     ) -> Result<(), ApiError> {
         let uid = flux.uid().unwrap_or_default();
         let mut status_before = flux.status.clone().unwrap_or_default();
@@ -279,7 +281,8 @@ impl Planner {
             self.waiting_since = Instant::now();
         }
         let now = clock::now().as_second();
-        let agentless = self.agents.agentless(&caches.agents(), nodes.iter().map(|node| node.name.as_str()), now);
+        let (pods, names) = (caches.pods.all(), nodes.iter().map(|node| node.name.as_str()));
+        let agentless = self.agents.agentless(pods.iter().map(AsRef::as_ref), names, now);
         let mut seen = Observed {
             instance_uid: &uid,
             spec: &flux.spec,
@@ -344,7 +347,7 @@ impl Planner {
         let next = status(&seen, seen.generation, planned.as_ref(), obstacle.as_ref());
         let lead_online = planned.as_ref().is_some_and(|planned| planned.members.is_shown_online(0));
         let dump_every = flux.spec.state.dump_every.as_deref().and_then(parse_duration);
-        self.metrics.set_instance(Some(measured(&next, lead_online, dump_every, roster, reports)));
+        self.metrics.set_instance(Some(measured(&next, lead_online, dump_every, roster, &seen.reports)));
         let counts_only = flux.status.as_ref().is_some_and(|before| differ_by_counts(before, &next));
         let was_just_written = self.status_written.is_some_and(|written| written.elapsed() < count_pause(next.size));
         if counts_only && was_just_written {

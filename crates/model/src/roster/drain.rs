@@ -149,7 +149,7 @@ pub(super) fn has_no_jobs_for_sure(seen: &Observed, members: &Members, rank: Ran
 /// because the agent's report may be about an earlier order to leave.
 fn has_left(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return false };
-    let report = seen.reports.get(&member.node);
+    let report = seen.report(&member.node);
     report.is_some_and(|report| report.leave_completed && report.adopted.is_none())
         && may_stop(seen, members, roster, rank)
 }

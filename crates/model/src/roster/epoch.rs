@@ -64,7 +64,7 @@ pub enum Restart {
 /// Returns the next roster if this epoch is to end, has ended, or did not come up.
 pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Option<Roster> {
     let lead = roster.lead()?;
-    let report = seen.reports.get(&lead.node)?;
+    let report = seen.report(&lead.node)?;
     if let Some(closing) = roster.closing {
         // A job started before the lead's broker stopped. The epoch goes on, so that no other job is held up until that
         // one ends.
@@ -101,7 +101,7 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
 pub(super) fn carry_on(seen: &Observed, members: &Members, roster: &Roster) -> Option<Roster> {
     match roster.closing {
         Some(_) => Some(with_closing(roster, None)),
-        None => come_up_or_go_back(seen, members, roster, seen.reports.get(&roster.lead()?.node)?),
+        None => come_up_or_go_back(seen, members, roster, seen.report(&roster.lead()?.node)?),
     }
 }
 
@@ -221,7 +221,7 @@ fn pending_by_agents(members: &Members, roster: &Roster) -> Option<String> {
 /// only once, or whose machine is off.
 fn has_lead_failed(seen: &Observed, members: &Members, roster: &Roster) -> bool {
     let Some(lead) = roster.lead() else { return false };
-    members.is_ready(0) && seen.reports.get(&lead.node).is_some_and(|report| keeps_failing(roster, report))
+    members.is_ready(0) && seen.report(&lead.node).is_some_and(|report| keeps_failing(roster, report))
 }
 
 /// True if the agent's repeated attempts to start the broker of this epoch have failed.
@@ -251,7 +251,7 @@ struct News<'a> {
 impl<'a> News<'a> {
     fn of(seen: &'a Observed<'a>, settings: &'a EpochSettings) -> Self {
         let drained = seen.reports.values().flat_map(|report| report.drained_by_others.0.iter().copied()).collect();
-        Self { seen, settings, nodes: NodeIndex::of(seen.nodes), drained }
+        Self { seen, settings, nodes: NodeIndex::of(&seen.nodes), drained }
     }
 }
 

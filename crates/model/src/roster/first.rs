@@ -30,7 +30,7 @@ const LOST_REVISIONS: u64 = 1000;
 /// Rebuilds a lost roster from the agents' reports, or makes the first one.
 pub(super) fn without_roster(seen: &Observed) -> Decision {
     // The lead's copy has every member, because no broker starts before the lead has applied the roster that names it.
-    let copies = seen.reports.iter().filter_map(|(node, status)| Some((node, status.roster.as_deref()?)));
+    let copies = seen.reports.iter().filter_map(|(node, status)| Some((*node, status.roster.as_deref()?)));
     let copies = copies.filter_map(|(node, field)| Some((node, Roster::parse(&packed::from_field(field)?).ok()?)));
     let is_believed = |copy: &Roster| is_believable(copy.epoch) && is_believable(copy.revision);
     let own = copies.filter(|(_, copy)| copy.instance_uid == seen.instance_uid && is_believed(copy));
@@ -39,7 +39,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let last_epoch = newest.map_or(status_epoch, |(_, broker)| believed(broker.epoch).max(status_epoch));
     let own = own.filter(|(_, copy)| copy.epoch >= last_epoch);
     // Any agent can forge the copy in its own FluxNode, so the copy of the last known lead wins.
-    let is_leads = |node: &String| seen.status.lead.as_ref() == Some(node);
+    let is_leads = |node: &str| seen.status.lead.as_deref() == Some(node);
     if let Some((_, mut copy)) = own.max_by_key(|(node, copy)| (is_leads(node), copy.epoch, copy.revision)) {
         copy.revision += LOST_REVISIONS;
         // The copy may be older than the moment when the lead came online, and an established roster is never
@@ -55,7 +55,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     if newest.is_none() && seen.status.instance_id.is_none() {
         return first_roster(seen, seen.fresh_id, 1, None, FailedLeads::default());
     }
-    let silent = seen.nodes.iter().filter(|node| node.ready && !seen.reports.contains_key(&node.name)).count();
+    let silent = seen.nodes.iter().filter(|node| node.ready && seen.report(&node.name).is_none()).count();
     if silent > 0 && seen.waited < REPORTS_TIMEOUT {
         return Decision::Wait(format!(
             "the roster is gone: waiting for the agents of {} to report what runs there",
@@ -80,8 +80,8 @@ fn believed(epoch: u64) -> u64 {
 }
 
 /// The broker of the latest epoch among those of this instance that agents report as running, and its node.
-fn newest_broker<'a>(seen: &Observed<'a>) -> Option<(&'a String, &'a Adopted)> {
-    let adopted = seen.reports.iter().filter_map(|(node, status)| Some((node, status.adopted.as_ref()?)));
+fn newest_broker<'a>(seen: &Observed<'a>) -> Option<(&'a str, &'a Adopted)> {
+    let adopted = seen.reports.iter().filter_map(|(node, status)| Some((*node, status.adopted.as_ref()?)));
     adopted.filter(|(_, broker)| is_of_instance(seen, broker)).max_by_key(|(_, broker)| believed(broker.epoch))
 }
 
@@ -199,7 +199,7 @@ fn choose_lead<'a>(
         Some(lead) if !nodes.iter().take_while(|node| node.uid != lead.uid).any(undecided) => Ok(lead),
         _ => {
             let failed = nodes.iter().find_map(|node| {
-                let report = seen.reports.get(&node.name).filter(|_| has_failed(seen, &node.name))?;
+                let report = seen.report(&node.name).filter(|_| has_failed(seen, &node.name))?;
                 Some(format!("; {}: {}", node.name, report.message.as_deref()?))
             });
             let before = || {
@@ -247,6 +247,6 @@ pub(super) fn begin_again(seen: &Observed, roster: &Roster) -> Option<Decision> 
 
 /// The message of the node's agent, as the end of a sentence about the node: for example, that jobs still run there.
 fn own_message(seen: &Observed, node: &str) -> String {
-    let message = seen.reports.get(node).and_then(|report| report.message.as_ref());
+    let message = seen.report(node).and_then(|report| report.message.as_ref());
     message.map(|message| format!(": {message}")).unwrap_or_default()
 }

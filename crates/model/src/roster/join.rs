@@ -74,7 +74,7 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
             return;
         }
         // If the node already runs a broker of this instance, for whatever rank, a second one must not start there.
-        let runs = seen.reports.get(&node.name).and_then(|report| report.adopted.as_ref());
+        let runs = seen.report(&node.name).and_then(|report| report.adopted.as_ref());
         let runs = runs.is_some_and(|adopted| adopted.instance_id == roster.instance_id);
         let differs = prefix::differs(seen, roster, &node.name).is_some();
         if with_rank.contains(&node.uid) || facts(seen, node).is_none() || runs || differs {

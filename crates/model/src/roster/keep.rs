@@ -75,6 +75,6 @@ pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Rost
 /// kubelet: its boot ID is the one that the agent with the member's broker reports. Another machine with that name has
 /// another boot ID.
 fn is_registered_again(seen: &Observed, node: &NodeView, member: &Member) -> bool {
-    let boot = seen.reports.get(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| &facts.boot_id);
+    let boot = seen.report(&node.name).and_then(|report| report.facts.as_ref()).map(|facts| &facts.boot_id);
     node.name == member.node && node.uid != member.uid && !node.boot_id.is_empty() && boot == Some(&node.boot_id)
 }

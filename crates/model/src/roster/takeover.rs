@@ -52,7 +52,7 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
 
 /// The latest request for this epoch, and the node that it was left on.
 fn latest_request<'a>(seen: &Observed<'a>, roster: &Roster) -> Option<(&'a str, &'a Takeover)> {
-    let requests = seen.reports.iter().filter_map(|(node, report)| Some((node.as_str(), report.takeover.as_ref()?)));
+    let requests = seen.reports.iter().filter_map(|(node, report)| Some((*node, report.takeover.as_ref()?)));
     let is_current = |request: &Takeover| request.instance_id == roster.instance_id && request.epoch == roster.epoch;
     let current = requests.filter(|(_, request)| is_current(request) && seen.now.abs_diff(request.at) < REQUEST_SECS);
     current.max_by_key(|(node, request)| (request.at, *node))
@@ -81,7 +81,7 @@ fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, r
         return Some(format!("node {name} can't be the lead: {reason}"));
     }
     if facts(seen, node).is_none() {
-        let report = seen.reports.get(name);
+        let report = seen.report(name);
         // An agent keeps the facts of the boot before until preflight passes again.
         let since = if report.is_some_and(|report| report.facts.is_some()) { " since it booted" } else { "" };
         let message = report.and_then(|report| report.message.as_deref());
@@ -102,7 +102,7 @@ fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, r
                 "node {lead} leads and is online: its queue is the newest, there is nothing to recover"
             ));
         }
-        let host_jobs = seen.reports.get(lead).and_then(|report| report.ranks_of_host_jobs());
+        let host_jobs = seen.report(lead).and_then(|report| report.ranks_of_host_jobs());
         return match host_jobs {
             _ if request.force => None,
             Some(ranks) if ranks.0.is_empty() => None,
@@ -135,7 +135,7 @@ fn leads_and_is_there<'a>(members: &Members, roster: &'a Roster) -> Option<&'a s
 /// takeover would then start a second lead. None if no such broker is reported.
 fn unreachable_lead(seen: &Observed, members: &Members, roster: &Roster, name: &str) -> Option<String> {
     let lead = roster.lead().filter(|lead| lead.node != name && members.is_ready(0))?;
-    let (node, report) = (&lead.node, seen.reports.get(&lead.node)?);
+    let (node, report) = (&lead.node, seen.report(&lead.node)?);
     let is_leads = |adopted: &&Adopted| adopted.rank == 0 && adopted.instance_id == roster.instance_id;
     match report.adopted.as_ref().filter(is_leads) {
         Some(Adopted { pid, .. }) => {

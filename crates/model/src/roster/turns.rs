@@ -79,7 +79,7 @@ pub fn no_lead(seen: &Observed, Planned { roster, members }: &Planned) -> Option
     }
     let live = || {
         let lead = roster.lead()?;
-        let report = seen.reports.get(&lead.node).filter(|report| report.phase == NodePhase::Failed)?;
+        let report = seen.report(&lead.node).filter(|report| report.phase == NodePhase::Failed)?;
         Some((lead.node.as_str(), report.message.as_deref()?))
     };
     let first = failed.first.as_ref().map(|first| (first.node.as_str(), first.reason.as_str()));
@@ -102,7 +102,7 @@ pub fn no_lead(seen: &Observed, Planned { roster, members }: &Planned) -> Option
 
 fn failure<'a>(seen: &Observed<'a>, roster: &'a Roster) -> Option<Failure<'a>> {
     let lead = roster.lead()?;
-    let report = seen.reports.get(&lead.node)?;
+    let report = seen.report(&lead.node)?;
     match &report.lead_failed {
         Some(failed) if failed.instance_id == roster.instance_id => {
             Some(Failure { lead, last_words: failed.last_words.as_deref() })
@@ -129,7 +129,7 @@ fn has_something_changed(seen: &Observed, roster: &Roster) -> bool {
 /// A digest of everything about the node that a broker's start may depend on. None if its Node is gone.
 fn fingerprint(seen: &Observed, uid: &str) -> Option<String> {
     let node = seen.nodes.iter().find(|node| node.uid == uid)?;
-    let facts = seen.reports.get(&node.name).map(|report| (&report.facts, &report.agent_version));
+    let facts = seen.report(&node.name).map(|report| (&report.facts, &report.agent_version));
     // The default is never used: serializing numbers and strings can't fail.
     Some(hex::encode(Sha256::digest(serde_json::to_vec(&facts).unwrap_or_default())))
 }

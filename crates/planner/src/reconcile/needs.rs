@@ -2,7 +2,7 @@
 //! packages come from.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeSet, HashMap},
     sync::Arc,
 };
 
@@ -10,14 +10,14 @@ use tracing::info;
 
 use super::{ApiError, Planner};
 use crate::package_set::{Published, ResolveError};
-use api::{CONFIGMAP_PACKAGES, FluxNodeStatus, PackageSet, Roster, SECRET_CURVE, rules::PLATFORMS};
+use api::{CONFIGMAP_PACKAGES, PackageSet, Roster, SECRET_CURVE, rules::PLATFORMS};
 use base::error_chain;
 use cluster::{certificate, published};
 use locks::lock_urls;
 use model::{
     conditions::CERTIFICATE_IS_GONE,
     eligibility::NodeView,
-    observed::{Observed, is_certificate_in_use, is_certificate_of_another},
+    observed::{Observed, Reports, is_certificate_in_use, is_certificate_of_another},
     obstacle::Obstacle,
     peers::is_on_every_host,
 };
@@ -64,9 +64,9 @@ impl Sources {
 
 /// The platforms of these nodes for which there are packages. A node is left out if its platform has no packages, or does not fit the
 /// architecture that its kubelet reports: it gets no packages, but the others get theirs.
-fn platforms(nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> Vec<String> {
+fn platforms(nodes: &[&NodeView], reports: &Reports) -> Vec<String> {
     let reported = nodes.iter().filter_map(|node| {
-        let platform = reports.get(&node.name)?.facts.as_ref()?.platform.as_str();
+        let platform = reports.get(node.name.as_str())?.facts.as_ref()?.platform.as_str();
         let fits_architecture = match node.architecture.as_str() {
             "amd64" => platform == "linux-64",
             "arm64" => platform == "linux-aarch64",
@@ -80,7 +80,7 @@ fn platforms(nodes: &[NodeView], reports: &BTreeMap<String, FluxNodeStatus>) -> 
 impl Planner {
     /// Returns the digest of the published package set, and why it is not the one that the spec asks for, if so.
     pub(crate) async fn packages(&mut self, seen: &Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
-        let platforms = platforms(seen.nodes, seen.reports);
+        let platforms = platforms(&seen.nodes, &seen.reports);
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         let is_own = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
         let may_keep = is_own || seen.status.instance_id.is_some();
@@ -153,6 +153,7 @@ fn unresolved(error: &ResolveError) -> Obstacle {
 
 #[cfg(test)]
 mod tests {
+    use api::FluxNodeStatus;
     use k8s_openapi::api::core::v1::Node;
     use serde_json::json;
 
@@ -162,7 +163,7 @@ mod tests {
     fn packages_are_resolved_only_for_platforms_that_there_are() {
         let found = |nodes: &[(&str, &str)]| {
             let named = |number: usize| format!("n{number}");
-            let report = |(number, (_, platform)): (usize, &(&str, &str))| {
+            let report = |(number, (_, platform)): (usize, &(&str, &str))| -> (String, FluxNodeStatus) {
                 let facts = json!({"platform": platform, "glibc": "2.36", "resources": {"cores": 1}, "systemd": true, "prefix": "/p", "memoryMiB": 1, "bootID": ""});
                 (named(number), serde_json::from_value(json!({"facts": facts})).unwrap())
             };
@@ -175,7 +176,9 @@ mod tests {
                 NodeView::from(&node)
             };
             let views: Vec<_> = nodes.iter().enumerate().map(view).collect();
-            platforms(&views, &nodes.iter().enumerate().map(report).collect())
+            let reports: Vec<_> = nodes.iter().enumerate().map(report).collect();
+            let reports = reports.iter().map(|(name, report)| (name.as_str(), report)).collect();
+            platforms(&views.iter().collect::<Vec<_>>(), &reports)
         };
         assert_eq!(
             found(&[("arm64", "linux-aarch64"), ("s390x", "bogus"), ("amd64", "linux-64"), ("amd64", "")]),
