@@ -35,7 +35,10 @@ use kube::{
 };
 use many::{Cost, Fleet, mean, objects::heartbeat};
 use serde_json::{Value, json};
-use tokio::time::{interval, sleep};
+use tokio::{
+    runtime::{Builder, Handle},
+    time::{interval, sleep},
+};
 use tower::{BoxError, Layer, ServiceExt, util::option_layer};
 
 /// kubelets write the status of each Node this often, of clouds that have them do so.
@@ -48,19 +51,21 @@ fn main() {
     let numbers = arguments.iter().map(|number| number.parse().unwrap()).collect::<Vec<u32>>();
     let [seconds, nodes @ ..] = &numbers[..] else { panic!("usage: cargo bench --bench counts -- SECONDS NODES…") };
     for nodes in nodes {
-        // Each with an API server, and a runtime that ends with all its agents.
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        let counted = runtime.block_on(count(*nodes, Duration::from_secs((*seconds).into())));
+        // Each with an API server, and runtimes that end with all their agents.
+        let runtime = || Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let (agents, planners) = (runtime(), runtime());
+        let counted = agents.block_on(count(*nodes, Duration::from_secs((*seconds).into()), planners.handle()));
         println!("{counted}");
     }
 }
 
-async fn count(nodes: u32, steady: Duration) -> Value {
+async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     let server = ApiServer::up_with(&[WITHOUT_CONTROLLERS]);
     let client = client(&server).await;
     // One node more, which joins later.
     let config = config(&server.kubeconfig()).await;
     let mut fleet = Fleet::make(client.clone(), move || multiplexed(&config), nodes + 1).await;
+    fleet.planners = planners.clone();
     let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
     let kubelets = tokio::spawn(async move {
         let mut beats = interval(HEARTBEAT);
@@ -163,14 +168,15 @@ fn means(costs: &[&Cost]) -> Value {
         "bytes_of_roster": bytes_of("get configmaps/flux-roster"),
         "bytes_of_broker_toml": bytes_of("get configmaps/flux-broker"),
         "bytes_of_instance": bytes_of("watch fluxinstances"),
-        "by_request": by_request(costs),
+        "by_request": by_kind(costs, |cost| &cost.own.requests),
+        "by_bytes": by_kind(costs, |cost| &cost.own.bytes),
     })
 }
 
-/// Mean of each kind of request.
-fn by_request(costs: &[&Cost]) -> BTreeMap<String, f64> {
-    let all: BTreeSet<_> = costs.iter().flat_map(|cost| cost.own.requests.keys()).collect();
-    let of = |what: &String| mean(costs, |cost| cost.own.requests.get(what).copied().unwrap_or(0));
+/// Means for each kind of request.
+fn by_kind(costs: &[&Cost], counted: fn(&Cost) -> &BTreeMap<String, u64>) -> BTreeMap<String, f64> {
+    let all: BTreeSet<_> = costs.iter().flat_map(|cost| counted(cost).keys()).collect();
+    let of = |what: &String| mean(costs, |cost| counted(cost).get(what).copied().unwrap_or(0));
     all.into_iter().map(|what| (what.clone(), of(what))).collect()
 }
 

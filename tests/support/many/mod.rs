@@ -21,7 +21,10 @@ use kube::{
     runtime::{WatchStreamExt, wait::await_condition, watcher},
 };
 use metrics::Metrics;
-use tokio::task::JoinHandle;
+use tokio::{
+    runtime::Handle,
+    task::{JoinHandle, JoinSet},
+};
 
 use counts::{Counter, Counts};
 use host::{PlayedFlux, PlayedHost};
@@ -89,6 +92,9 @@ pub struct Fleet {
     pub admin: Client,
     /// Makes the client of an agent that begins.
     of_agent: Box<dyn Fn() -> Client + Send>,
+    /// The runtime of the planners and their clients. Where thousands of agents share a machine, a planner with a runtime of its own is held up by
+    /// them no longer than one on a machine of its own is.
+    pub planners: Handle,
     /// The agents, by the number of their node.
     pub agents: Vec<Agent>,
     _sockets: tempfile::TempDir,
@@ -114,18 +120,26 @@ impl Fleet {
             host: Arc::new(PlayedHost::new(number, Arc::clone(&flux))),
             task: None,
         });
-        Self { admin, of_agent: Box::new(of_agent), agents: agents.collect(), _sockets: sockets }
+        let (of_agent, agents) = (Box::new(of_agent), agents.collect());
+        Self { admin, of_agent, planners: Handle::current(), agents, _sockets: sockets }
     }
 
     /// Starts the agents of these nodes.
     pub fn start(&mut self, nodes: impl IntoIterator<Item = usize>) {
         for number in nodes {
-            let (client, agent) = ((self.of_agent)(), &mut self.agents[number]);
+            let (client, agent, planners) = ((self.of_agent)(), &mut self.agents[number], self.planners.clone());
             let pod = objects::pod_name(&agent.node);
             let words = ["agent", "--node-name", &agent.node, "--pod-name", &pod];
             let Arguments { agent: arguments } = Arguments::parse_from(words);
-            let planner = agent.planner.client(&client);
-            let plan = |place| planner::run(planner, pod, place, Metrics::default()).boxed();
+            let planner = {
+                let _entered = planners.enter();
+                agent.planner.client(&(self.of_agent)())
+            };
+            let plan = move |place| {
+                let mut planning = JoinSet::new();
+                planning.spawn_on(planner::run(planner, pod, place, Metrics::default()), &planners);
+                async move { drop(planning.join_next().await) }.boxed()
+            };
             let simulated = agent::simulate(arguments, agent.own.client(&client), agent.host.clone(), plan);
             agent.task = Some(tokio::spawn(simulated));
         }

@@ -137,12 +137,19 @@ pub fn is_ready(pod: &Pod) -> bool {
     conditions.is_some_and(|all| all.iter().any(|condition| is_set(&condition.type_, &condition.status)))
 }
 
+/// A kubelet whose write of the status fails tries this often, and then the next time (`nodeStatusUpdateRetry` in its source).
+const TRIES: usize = 5;
+
 /// Does what the kubelets of these nodes do every few minutes: writes the time into the conditions.
 pub async fn heartbeat(client: &Client, nodes: impl IntoIterator<Item = &str>) {
     let api = Api::<Node>::all(client.clone());
     let status = Patch::Merge(json!({"status": {"conditions": conditions()}}));
     let beats = stream::iter(nodes).for_each_concurrent(AT_ONCE, async |node| {
-        api.patch_status(node, &PatchParams::default(), &status).await.unwrap();
+        for _ in 0..TRIES {
+            if api.patch_status(node, &PatchParams::default(), &status).await.is_ok() {
+                break;
+            }
+        }
     });
     beats.await;
 }
