@@ -53,7 +53,8 @@ fn main() {
     for nodes in nodes {
         // Each with an API server, and runtimes that end with all their agents.
         let runtime = || Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        let (agents, planners) = (runtime(), runtime());
+        // Agents end before the planners that they wait for.
+        let (planners, agents) = (runtime(), runtime());
         let counted = agents.block_on(count(*nodes, Duration::from_secs((*seconds).into()), planners.handle()));
         println!("{counted}");
     }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the program for the image. The tables for unwinding would be a tenth of it; image-binary.ld says why they are left out.
-# Addresses that the program corrects when it starts are listed in packed form, in a few kB: each process would read 700 kB, and keep them in memory.
+# Relative relocations are packed: a few kB in place of 700 kB, which each process would read at its start and keep in memory.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec cargo rustc --profile image --locked --no-default-features --bin flux-distribute "$@" -- \

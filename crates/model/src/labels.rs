@@ -119,7 +119,7 @@ mod tests {
         world.nodes[1].uid = "another".to_owned();
         assert_eq!(settle(&mut world), ["node2"]);
         assert_eq!(of(&world, "node2"), [None, None, None]);
-        let changes = removals(&world.nodes);
+        let changes = removals(&world.seen().nodes);
         assert_eq!(apply(&mut world, changes), ["node1"]);
         assert_eq!(of(&world, "node1"), [None, None, None]);
     }

@@ -23,7 +23,7 @@ pub(crate) const DEFAULT_RETAIN_SECS: i64 = 600;
 pub type Reports<'a> = BTreeMap<&'a str, &'a FluxNodeStatus>;
 
 /// Everything the planner has observed.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Observed<'a> {
     /// metadata.uid of the FluxInstance.
     pub instance_uid: &'a str,

@@ -21,7 +21,7 @@ use kube::{
 use tokio::time::timeout;
 use tracing::warn;
 
-use super::views::{Views, arrived, viewed};
+use super::views::{Views, arrived, watch_views};
 use api::{AGENT_SELECTOR, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
 use model::{agents::AgentPod, eligibility::NodeView};
 
@@ -45,7 +45,8 @@ impl Caches {
     /// planning may depend on.
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
-        let (nodes, node_changes) = viewed(Api::<Node>::all(client.clone()), all(), |node| Some(NodeView::from(node)));
+        let (nodes, node_changes) =
+            watch_views(Api::<Node>::all(client.clone()), all(), |node| Some(NodeView::from(node)));
         let flux_nodes = watcher(Api::namespaced(client.clone(), NAMESPACE), all()).default_backoff();
         let (flux_nodes, flux_node_changes) = cached(flux_nodes.modify(keep_for_planning));
         let flux_node_changes = skip_irrelevant(flux_node_changes.inspect(warn_if_unreadable));
@@ -54,7 +55,7 @@ impl Caches {
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
         let agents = all().labels(AGENT_SELECTOR);
         let pods = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
-        let (pods, pod_changes) = viewed(pods, agents, AgentPod::of);
+        let (pods, pod_changes) = watch_views(pods, agents, AgentPod::of);
         let changes = [
             node_changes.boxed(),
             flux_node_changes.map(drop).boxed(),
@@ -147,7 +148,7 @@ fn keep_for_planning(node: &mut DeserializeGuard<FluxNode>) {
     }
 }
 
-/// Drops the changes of FluxNodes that leave unchanged what planning depends on.
+/// Drops changes of FluxNodes that do not matter to planning.
 fn skip_irrelevant(
     changes: impl Stream<Item = watcher::Event<DeserializeGuard<FluxNode>>> + Send,
 ) -> impl Stream<Item = watcher::Event<DeserializeGuard<FluxNode>>> + Send {
@@ -155,7 +156,7 @@ fn skip_irrelevant(
     changes.filter(move |event| ready(is_relevant(&mut known, event)))
 }
 
-/// True unless the event leaves unchanged what planning depends on.
+/// True if the event changes something that planning depends on.
 fn is_relevant(known: &mut HashMap<String, Option<u64>>, event: &watcher::Event<DeserializeGuard<FluxNode>>) -> bool {
     match event {
         watcher::Event::Apply(node) | watcher::Event::InitApply(node) => {

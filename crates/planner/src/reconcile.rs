@@ -218,8 +218,8 @@ impl Planner {
             .collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
-            self.mark(caches, Mark::Protection, changes).await;
-            self.mark(caches, Mark::Label, labels::removals(&nodes)).await;
+            self.mark(caches, &nodes, Mark::Protection, changes).await;
+            self.mark(caches, &nodes, Mark::Label, labels::removals(&nodes)).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
@@ -332,13 +332,13 @@ impl Planner {
         let planned = roster.map(|roster| Planned::observe(&seen, roster));
         if !caches.is_over() {
             let changes = self.protection.changes(&seen, planned.as_ref());
-            self.mark(caches, Mark::Protection, changes).await;
+            self.mark(caches, &seen.nodes, Mark::Protection, changes).await;
         }
         let flux_nodes = caches.flux_nodes.state();
         self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
         // After that: the labels of many Nodes change just when their agents wait for what they are to do.
         if !caches.is_over() {
-            self.mark(caches, Mark::Label, labels::changes(&seen, planned.as_ref())).await;
+            self.mark(caches, &seen.nodes, Mark::Label, labels::changes(&seen, planned.as_ref())).await;
         }
         let unusable = self.unusable(&flux_nodes);
         let seen = Observed { unusable: &unusable, ..seen };
@@ -499,12 +499,12 @@ impl Planner {
 
     /// Writes annotations or labels of Nodes. A failure doesn't stop planning. Each by itself: if somebody guards the labels of Nodes, the
     /// annotations are written nevertheless.
-    async fn mark(&mut self, caches: &Caches, mark: Mark, changes: Vec<NodeChange>) {
+    async fn mark(&mut self, caches: &Caches, planned: &[&NodeView], mark: Mark, changes: Vec<NodeChange>) {
         if changes.is_empty() || self.mark_again.get(&mark).is_some_and(|again| Instant::now() < *again) {
             return;
         }
         self.mark_again.remove(&mark);
-        match marks::write(&self.client, &caches.nodes, changes).await {
+        match marks::write(&self.client, &caches.nodes, planned, changes).await {
             Ok(()) => {}
             // A Node has changed meanwhile: the next round tries again.
             Err(error) if error.code() == Some(409) => {}

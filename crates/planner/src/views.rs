@@ -1,8 +1,9 @@
-//! What planning reads of the objects of one kind. Only that is kept: a Node, with its images and conditions, is ten times as large.
+//! Caches the part of each watched object that planning reads. A whole Node, with its images, is ten times as large.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     future::ready,
+    mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -14,54 +15,55 @@ use kube::{
 use tracing::debug;
 
 /// The views of all objects of one kind, as last received from the API server.
-pub(super) struct Views<V>(Arc<Mutex<Listed<V>>>);
+pub(super) struct Views<V>(Arc<Mutex<Cache<V>>>);
 
-struct Listed<V> {
-    known: HashMap<String, Viewed<V>>,
-    /// Those of a list that has not ended yet.
-    coming: HashMap<String, Viewed<V>>,
+struct Cache<V> {
+    /// By name.
+    entries: HashMap<String, Entry<V>>,
+    /// Entries of a list that has not ended.
+    listing: HashMap<String, Entry<V>>,
     /// A list has ended.
     is_complete: bool,
 }
 
 /// What is kept of one object.
 #[derive(Debug)]
-pub(super) struct Viewed<V> {
-    /// Its metadata.resourceVersion.
+pub(super) struct Entry<V> {
+    /// metadata.resourceVersion
     pub version: Option<String>,
     pub view: Arc<V>,
 }
 
-impl<V> Clone for Viewed<V> {
+impl<V> Clone for Entry<V> {
     fn clone(&self) -> Self {
         Self { version: self.version.clone(), view: self.view.clone() }
     }
 }
 
 impl<V> Views<V> {
-    /// Those of all objects, in any order.
+    /// All views, in any order.
     pub(super) fn all(&self) -> Vec<Arc<V>> {
-        self.listed().known.values().map(|viewed| viewed.view.clone()).collect()
+        self.cache().entries.values().map(|entry| entry.view.clone()).collect()
     }
 
-    /// That of the object with this name.
-    pub(super) fn named(&self, name: &str) -> Option<Viewed<V>> {
-        self.listed().known.get(name).cloned()
+    /// What is kept of the object with this name.
+    pub(super) fn named(&self, name: &str) -> Option<Entry<V>> {
+        self.cache().entries.get(name).cloned()
     }
 
     /// True once all objects have been listed: before that, a missing one proves nothing.
     pub(super) fn are_complete(&self) -> bool {
-        self.listed().is_complete
+        self.cache().is_complete
     }
 
-    fn listed(&self) -> MutexGuard<'_, Listed<V>> {
+    fn cache(&self) -> MutexGuard<'_, Cache<V>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The views of no object yet, and the stream that fills them while it is polled: it yields an item whenever one has changed. An object of
-/// which `view` returns None counts as missing.
-pub(super) fn viewed<K, V>(
+/// An empty cache, and the stream that fills it while it is polled: it yields an item whenever a view has changed. An object for which `view`
+/// returns None counts as missing.
+pub(super) fn watch_views<K, V>(
     api: Api<K>,
     config: watcher::Config,
     view: impl Fn(&K) -> Option<V> + Send + 'static,
@@ -70,13 +72,12 @@ where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + 'static,
     V: PartialEq + Send + Sync + 'static,
 {
-    let listed = Arc::new(Mutex::new(Listed::default()));
-    let views = Views(listed.clone());
+    let (views, filled) = {
+        let cache = Arc::default();
+        (Views(Arc::clone(&cache)), Views(cache))
+    };
     let events = watcher(api, config).default_backoff().filter_map(|event| ready(arrived(event)));
-    let changes = events.filter_map(move |event| {
-        let mut listed = listed.lock().unwrap_or_else(PoisonError::into_inner);
-        ready(listed.take(event, &view).then_some(()))
-    });
+    let changes = events.filter_map(move |event| ready(filled.cache().apply(event, &view).then_some(())));
     (views, changes)
 }
 
@@ -85,61 +86,71 @@ pub(super) fn arrived<T>(event: watcher::Result<T>) -> Option<T> {
     event.inspect_err(|error| debug!(%error, "a watch was interrupted")).ok()
 }
 
-impl<V> Default for Listed<V> {
+impl<V> Default for Cache<V> {
     fn default() -> Self {
-        Self { known: HashMap::new(), coming: HashMap::new(), is_complete: false }
+        Self { entries: HashMap::new(), listing: HashMap::new(), is_complete: false }
     }
 }
 
-impl<V: PartialEq> Listed<V> {
+impl<V: PartialEq> Cache<V> {
     /// Returns true if a view has changed, or the first list has ended.
-    fn take<K: Resource<DynamicType = ()>>(
+    fn apply<K: Resource<DynamicType = ()>>(
         &mut self,
         event: watcher::Event<K>,
         view: impl Fn(&K) -> Option<V>,
     ) -> bool {
         match event {
             watcher::Event::Apply(object) => {
-                let (name, now) = (object.name_any(), self.seen(&object, view));
-                let before = match now.clone() {
-                    Some(now) => self.known.insert(name, now),
-                    None => self.known.remove(&name),
+                let now = self.entry_of(&object, view);
+                let view = now.as_ref().map(|now| now.view.clone());
+                let before = match now {
+                    Some(now) => self.entries.insert(object.name_any(), now),
+                    None => self.entries.remove(&object.name_any()),
                 };
-                !is_same(before.as_ref(), now.as_ref())
+                before.map(|before| before.view) != view
             }
-            watcher::Event::Delete(object) => self.known.remove(&object.name_any()).is_some(),
+            watcher::Event::Delete(object) => self.entries.remove(&object.name_any()).is_some(),
             watcher::Event::Init => {
-                self.coming.clear();
+                self.listing.clear();
                 false
             }
             watcher::Event::InitApply(object) => {
-                self.coming.extend(self.seen(&object, view).map(|now| (object.name_any(), now)));
+                if let Some(entry) = self.entry_of(&object, view) {
+                    self.listing.insert(object.name_any(), entry);
+                }
                 false
             }
             watcher::Event::InitDone => {
-                let before = std::mem::replace(&mut self.known, std::mem::take(&mut self.coming));
-                let is_first = !std::mem::replace(&mut self.is_complete, true);
-                let is_as_before = |(name, now): (&String, &Viewed<V>)| is_same(before.get(name), Some(now));
-                is_first || before.len() != self.known.len() || !self.known.iter().all(is_as_before)
+                let before = mem::replace(&mut self.entries, mem::take(&mut self.listing));
+                let is_first = !mem::replace(&mut self.is_complete, true);
+                is_first || by_name(&before) != by_name(&self.entries)
             }
         }
     }
 
     /// What is to be kept of `object`. A view that has not changed is in memory once, also while all objects are listed again.
-    fn seen<K: Resource<DynamicType = ()>>(&self, object: &K, view: impl Fn(&K) -> Option<V>) -> Option<Viewed<V>> {
+    fn entry_of<K: Resource<DynamicType = ()>>(&self, object: &K, view: impl Fn(&K) -> Option<V>) -> Option<Entry<V>> {
         let view = view(object)?;
-        let known = self.known.get(&object.name_any()).map(|known| &known.view).filter(|known| ***known == view);
+        let known = self.entries.get(&object.name_any()).map(|known| &known.view).filter(|known| ***known == view);
         let view = known.cloned().unwrap_or_else(|| Arc::new(view));
-        Some(Viewed { version: object.resource_version(), view })
+        Some(Entry { version: object.resource_version(), view })
     }
 }
 
-/// `Listed::seen` keeps a view that has not changed.
-fn is_same<V>(before: Option<&Viewed<V>>, now: Option<&Viewed<V>>) -> bool {
-    match (before, now) {
-        (Some(before), Some(now)) => Arc::ptr_eq(&before.view, &now.view),
-        (None, None) => true,
-        _ => false,
+fn by_name<V>(entries: &HashMap<String, Entry<V>>) -> BTreeMap<&str, &V> {
+    entries.iter().map(|(name, entry)| (name.as_str(), entry.view.as_ref())).collect()
+}
+
+#[cfg(test)]
+impl<V: PartialEq> Views<V> {
+    /// Those of these objects.
+    pub(super) fn of<K: Resource<DynamicType = ()>>(
+        objects: impl IntoIterator<Item = K>,
+        view: impl Fn(&K) -> Option<V>,
+    ) -> Self {
+        let views = Self(Arc::default());
+        objects.into_iter().for_each(|object| drop(views.cache().apply(watcher::Event::Apply(object), &view)));
+        views
     }
 }
 
@@ -151,24 +162,28 @@ mod tests {
 
     use super::*;
 
+    fn node(name: &str, uid: &str, ready: &str, version: u32) -> Node {
+        let condition = json!({"type": "Ready", "status": ready, "lastHeartbeatTime": "2026-01-01T00:00:00Z"});
+        let metadata = json!({"name": name, "uid": uid, "resourceVersion": version.to_string()});
+        serde_json::from_value(json!({"metadata": metadata, "status": {"conditions": [condition]}})).unwrap()
+    }
+
+    fn view(node: &Node) -> Option<NodeView> {
+        Some(NodeView::from(node)).filter(|view| view.uid != "hidden")
+    }
+
     #[test]
-    fn only_a_change_of_what_planning_reads_is_told_and_versions_are_known_of_all() {
+    fn a_heartbeat_is_no_change_but_updates_the_version() {
         use watcher::Event::{Apply, Delete, Init, InitApply, InitDone};
-        let node = |name: &str, uid: &str, ready: &str, version: u32| -> Node {
-            let condition = json!({"type": "Ready", "status": ready, "lastHeartbeatTime": "2026-01-01T00:00:00Z"});
-            let metadata = json!({"name": name, "uid": uid, "resourceVersion": version.to_string()});
-            serde_json::from_value(json!({"metadata": metadata, "status": {"conditions": [condition]}})).unwrap()
-        };
-        let mut listed = Listed::default();
-        let none: [(&str, &str, &str); 0] = [];
-        for (what, event, is_told, expected) in [
-            ("a list begins", Init, false, &none[..]),
+        let mut cache = Cache::default();
+        for (what, event, is_change, expected) in [
+            ("a list begins", Init, false, &[][..]),
             ("its objects count only at its end", InitApply(node("n1", "a", "False", 1)), false, &[]),
-            ("its end", InitDone, true, &[("n1", "a", "1")]),
+            ("which is a change", InitDone, true, &[("n1", "a", "1")]),
             ("a heartbeat", Apply(node("n1", "a", "False", 2)), false, &[("n1", "a", "2")]),
             ("Ready", Apply(node("n1", "a", "True", 3)), true, &[("n1", "a", "3")]),
             ("another machine", Apply(node("n1", "b", "True", 4)), true, &[("n1", "b", "4")]),
-            ("one that planning does not see", Apply(node("hidden", "c", "True", 5)), false, &[("n1", "b", "4")]),
+            ("one that planning does not see", Apply(node("n2", "hidden", "True", 5)), false, &[("n1", "b", "4")]),
             ("listed again", Init, false, &[("n1", "b", "4")]),
             ("all as before", InitApply(node("n1", "b", "True", 6)), false, &[("n1", "b", "4")]),
             ("but for the version", InitDone, false, &[("n1", "b", "6")]),
@@ -188,18 +203,44 @@ mod tests {
                 &[("n1", "b", "6"), ("n2", "d", "7")],
             ),
             ("which the end tells", InitDone, true, &[("n2", "d", "9")]),
-            ("a deletion", Delete(node("n2", "d", "True", 10)), true, &[]),
-            ("of one that nobody knew", Delete(node("n3", "e", "True", 11)), false, &[]),
+            ("listed again", Init, false, &[("n2", "d", "9")]),
+            ("one has changed meanwhile", InitApply(node("n2", "d", "False", 10)), false, &[("n2", "d", "9")]),
+            ("which the end tells", InitDone, true, &[("n2", "d", "10")]),
+            ("listed again", Init, false, &[("n2", "d", "10")]),
+            (
+                "one stands in the place of another",
+                InitApply(node("n3", "d", "False", 11)),
+                false,
+                &[("n2", "d", "10")],
+            ),
+            ("which the end tells", InitDone, true, &[("n3", "d", "11")]),
+            ("planning does not see it any more", Apply(node("n3", "hidden", "False", 12)), true, &[]),
+            ("a new one", Apply(node("n4", "e", "True", 13)), true, &[("n4", "e", "13")]),
+            ("a deletion", Delete(node("n4", "e", "True", 14)), true, &[]),
+            ("of one that nobody knew", Delete(node("n5", "f", "True", 15)), false, &[]),
         ] {
-            let view = |node: &Node| Some(NodeView::from(node)).filter(|view| view.name != "hidden");
-            assert_eq!(listed.take(event, view), is_told, "{what}");
-            let mut known: Vec<_> = listed.known.iter().collect();
-            known.sort_by_key(|(name, _)| *name);
-            let known = known.into_iter().map(|(name, viewed)| {
-                assert_eq!(*name, viewed.view.name);
-                (name.as_str(), viewed.view.uid.as_str(), viewed.version.as_deref().unwrap_or_default())
+            assert_eq!(cache.apply(event, view), is_change, "{what}");
+            let mut entries: Vec<_> = cache.entries.iter().collect();
+            entries.sort_by_key(|(name, _)| *name);
+            let entries = entries.into_iter().map(|(name, entry)| {
+                assert_eq!(*name, entry.view.name);
+                (name.as_str(), entry.view.uid.as_str(), entry.version.as_deref().unwrap_or_default())
             });
-            assert_eq!(known.collect::<Vec<_>>(), expected, "{what}");
+            assert_eq!(entries.collect::<Vec<_>>(), expected, "{what}");
+        }
+    }
+
+    #[test]
+    fn an_empty_list_completes_the_cache_too() {
+        let mut cache = Cache::default();
+        for (event, is_change, is_complete) in [
+            (watcher::Event::Init, false, false),
+            (watcher::Event::InitDone, true, true),
+            (watcher::Event::Init, false, true),
+            (watcher::Event::InitDone, false, true),
+        ] {
+            assert_eq!(cache.apply(event, view), is_change);
+            assert_eq!(cache.is_complete, is_complete);
         }
     }
 }

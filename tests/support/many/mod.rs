@@ -92,8 +92,8 @@ pub struct Fleet {
     pub admin: Client,
     /// Makes the client of an agent that begins.
     of_agent: Box<dyn Fn() -> Client + Send>,
-    /// The runtime of the planners and their clients. Where thousands of agents share a machine, a planner with a runtime of its own is held up by
-    /// them no longer than one on a machine of its own is.
+    /// The runtime of the planners. Each has a client, and so a connection, of its own here; a real one shares its agent's. If thousands of agents share
+    /// a runtime, they would hold up the planner, which has a machine of its own in reality.
     pub planners: Handle,
     /// The agents, by the number of their node.
     pub agents: Vec<Agent>,
@@ -138,7 +138,7 @@ impl Fleet {
             let plan = move |place| {
                 let mut planning = JoinSet::new();
                 planning.spawn_on(planner::run(planner, pod, place, Metrics::default()), &planners);
-                async move { drop(planning.join_next().await) }.boxed()
+                planning.join_all().map(drop).boxed()
             };
             let simulated = agent::simulate(arguments, agent.own.client(&client), agent.host.clone(), plan);
             agent.task = Some(tokio::spawn(simulated));

@@ -137,7 +137,7 @@ pub fn is_ready(pod: &Pod) -> bool {
     conditions.is_some_and(|all| all.iter().any(|condition| is_set(&condition.type_, &condition.status)))
 }
 
-/// A kubelet whose write of the status fails tries this often, and then the next time (`nodeStatusUpdateRetry` in its source).
+/// A kubelet tries a failed write of the status this often before it waits for its next turn (`nodeStatusUpdateRetry` in its source).
 const TRIES: usize = 5;
 
 /// Does what the kubelets of these nodes do every few minutes: writes the time into the conditions.
@@ -146,8 +146,9 @@ pub async fn heartbeat(client: &Client, nodes: impl IntoIterator<Item = &str>) {
     let status = Patch::Merge(json!({"status": {"conditions": conditions()}}));
     let beats = stream::iter(nodes).for_each_concurrent(AT_ONCE, async |node| {
         for _ in 0..TRIES {
-            if api.patch_status(node, &PatchParams::default(), &status).await.is_ok() {
-                break;
+            match api.patch_status(node, &PatchParams::default(), &status).await {
+                Ok(_) => return,
+                Err(error) => eprintln!("the heartbeat of {node}: {error}"),
             }
         }
     });

@@ -33,8 +33,8 @@ pub(super) fn config<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Strin
     }
 }
 
-/// Reads ranks one by one, and fails at the first that no instance can have, or once all declare more than [`MOST_DECLARED`] ids or have
-/// more than [`MOST_PROPERTIES`].
+/// Reads ranks one by one, and fails at the first that no instance can have, or once there are more than [`MOST_RANKS`] (repeated ones
+/// counted), or all declare more than [`MOST_DECLARED`] ids or have more than [`MOST_PROPERTIES`].
 pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<Rank, RosterEntry>, D::Error> {
     struct Ranks;
     impl<'de> Visitor<'de> for Ranks {
@@ -65,7 +65,7 @@ pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeM
                 }
                 ranks.push((rank, entry));
             }
-            // A map that is made of all at once has full nodes. Grown rank by rank, it takes half as much memory again.
+            // A map built from all ranks at once has full nodes. One grown rank by rank takes half as much memory again.
             Ok(ranks.into_iter().collect())
         }
     }
