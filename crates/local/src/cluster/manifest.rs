@@ -32,15 +32,25 @@ pub(crate) async fn apply(layout: &Layout, file: &Path) -> Result<(), LocalError
             None => create(&client, &api, &object).await,
         };
         let now = applied.map_err(|error| failed(error, format!("can't apply {kind} {name}")))?;
-        let verb = match before {
+        let verb = match before.map(without_status) {
             None => "created",
-            Some(before) if before.metadata.resource_version == now.metadata.resource_version => "unchanged",
+            Some(before) if before == without_status(now.clone()) => "unchanged",
             Some(_) => "changed",
         };
         let note = if kind == "Job" && verb == "created" { "; local mode makes no pods of it" } else { "" };
         print_line(&format!("{kind} {} {verb}{note}", now.metadata.name.unwrap_or(name)))?;
     }
     Ok(())
+}
+
+/// The object without its status, which others may have written since it was read, and without the fields that such a write changes.
+fn without_status(mut object: DynamicObject) -> DynamicObject {
+    object.metadata.resource_version = None;
+    object.metadata.managed_fields = None;
+    if let Some(fields) = object.data.as_object_mut() {
+        fields.remove("status");
+    }
+    object
 }
 
 /// Creates `object`, unless it has fields that the API server does not know: [`PostParams`] has no word for that.
@@ -139,5 +149,33 @@ fn failed(error: kube::Error, what: String) -> LocalError {
     match error {
         kube::Error::Api(status) => LocalError::Refused { what, why: status.message.clone() },
         error => LocalError::Failed { what, source: error.into() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn what_others_write_into_the_status_meanwhile_is_no_change() {
+        let object = |version: &str, label: &str, phase: &str, image: &str| -> DynamicObject {
+            let fields: Value = json!([{"manager": "kubelet", "subresource": "status", "time": version}]);
+            serde_json::from_value(json!({
+                "metadata": {"name": "p", "resourceVersion": version, "labels": {"of": label}, "managedFields": fields},
+                "spec": {"image": image}, "status": {"phase": phase},
+            }))
+            .unwrap()
+        };
+        let before = without_status(object("1970-01-01T00:00:01Z", "a", "Pending", "x"));
+        for (what, now, is_unchanged) in [
+            ("nothing", object("1970-01-01T00:00:01Z", "a", "Pending", "x"), true),
+            ("status", object("1970-01-01T00:00:02Z", "a", "Running", "x"), true),
+            ("label", object("1970-01-01T00:00:02Z", "b", "Pending", "x"), false),
+            ("spec", object("1970-01-01T00:00:02Z", "a", "Pending", "y"), false),
+        ] {
+            assert_eq!(before == without_status(now), is_unchanged, "{what}");
+        }
     }
 }
