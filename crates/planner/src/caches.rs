@@ -1,18 +1,9 @@
 //! The objects that the planner watches, cached.
 
-use std::{
-    collections::HashMap,
-    future::ready,
-    hash::{DefaultHasher, Hash, Hasher},
-    sync::Arc,
-    time::Duration,
-};
+use std::{future::ready, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt, stream::select_all};
-use k8s_openapi::{
-    api::core::v1::{Namespace, Node, Pod},
-    apimachinery::pkg::apis::meta::v1::ObjectMeta,
-};
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
 use kube::{
     Api, Client, Resource, ResourceExt,
     core::{DeserializeGuard, error_boundary::InvalidObject},
@@ -28,11 +19,13 @@ use model::{agents::AgentPod, eligibility::NodeView};
 /// Longest text of a FluxNode's status that is copied, in bytes.
 const LONGEST_TEXT: usize = 8192;
 
+/// A FluxNode without its resourceVersion; Err, with its name, if this version can't read it, so that it doesn't hide the others.
+pub(super) type ReadNode = Result<FluxNode, String>;
+
 /// The watched objects, as last received from the API server.
 pub(super) struct Caches {
     pub(super) nodes: Views<NodeView>,
-    /// Guarded, so that a FluxNode that this version can't read doesn't hide the others; see [`readable`].
-    pub(super) flux_nodes: Store<DeserializeGuard<FluxNode>>,
+    pub(super) flux_nodes: Views<ReadNode>,
     pub(super) instances: Store<FluxInstance>,
     /// The pods of the agents that have a node. Empty if they can't be read, because an older manifest does not grant that right.
     pub(super) pods: Views<AgentPod>,
@@ -46,19 +39,17 @@ impl Caches {
     pub(super) fn watch(client: &Client) -> (Self, impl Stream<Item = ()> + Send + use<>) {
         let all = watcher::Config::default;
         let (nodes, node_changes) =
-            watch_views(Api::<Node>::all(client.clone()), all(), |node| Some(NodeView::from(node)));
-        let flux_nodes = watcher(Api::namespaced(client.clone(), NAMESPACE), all()).default_backoff();
-        let (flux_nodes, flux_node_changes) = cached(flux_nodes.modify(keep_for_planning));
-        let flux_node_changes = skip_irrelevant(flux_node_changes.inspect(warn_if_unreadable));
+            watch_views(Api::<Node>::all(client.clone()), all(), |node| Some(NodeView::from(&node)));
+        let (flux_nodes, flux_node_changes) = watch_views(Api::namespaced(client.clone(), NAMESPACE), all(), read);
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
         let agents = all().labels(AGENT_SELECTOR);
         let pods = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
-        let (pods, pod_changes) = watch_views(pods, agents, AgentPod::of);
+        let (pods, pod_changes) = watch_views(pods, agents, |pod| AgentPod::of(&pod));
         let changes = [
             node_changes.boxed(),
-            flux_node_changes.map(drop).boxed(),
+            flux_node_changes.boxed(),
             instance_changes.map(drop).boxed(),
             namespace_changes.map(drop).boxed(),
             pod_changes.boxed(),
@@ -77,52 +68,45 @@ impl Caches {
     /// doesn't wait for the Namespace and the pods, because no decision follows from a missing Namespace or an empty
     /// list of pods.
     pub(super) async fn are_complete(&self) -> bool {
-        let ready = async {
-            let _ = tokio::join!(self.flux_nodes.wait_until_ready(), self.instances.wait_until_ready());
-        };
-        self.nodes.are_complete() && timeout(Duration::from_millis(1), ready).await.is_ok()
+        let instances = timeout(Duration::from_millis(1), self.instances.wait_until_ready());
+        self.nodes.are_complete() && self.flux_nodes.are_complete() && instances.await.is_ok()
     }
 }
 
 /// The FluxNodes that this version can read. The planner leaves the others alone, as if their agents had not reported
 /// yet, because the version that wrote them may still use them.
-pub(super) fn readable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterator<Item = &FluxNode> {
-    nodes.iter().filter_map(|node| node.0.as_ref().ok())
+pub(super) fn readable(nodes: &[Arc<ReadNode>]) -> impl Iterator<Item = &FluxNode> {
+    nodes.iter().filter_map(|node| node.as_ref().as_ref().ok())
 }
 
 /// The names of the FluxNodes that this version can't read.
-pub(super) fn unreadable(nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> impl Iterator<Item = String> {
-    nodes.iter().filter(|node| node.0.is_err()).map(|node| node.name_any())
+pub(super) fn unreadable(nodes: &[Arc<ReadNode>]) -> impl Iterator<Item = String> {
+    nodes.iter().filter_map(|node| node.as_ref().clone().err())
 }
 
-fn warn_if_unreadable(event: &watcher::Event<DeserializeGuard<FluxNode>>) {
-    if let watcher::Event::Apply(node) | watcher::Event::InitApply(node) = event
-        && let DeserializeGuard(Err(InvalidObject { error, .. })) = node
-    {
-        warn!(
-            node = node.name_any(),
-            error, "this version can't read a FluxNode: finish the upgrade, or delete it: its agent makes it again"
-        );
-    }
-}
-
-/// A hash of all that planning may depend on; a copy of each FluxNode would double what they take of the memory. None: this
-/// version can't read it.
-fn planned_by(node: &DeserializeGuard<FluxNode>) -> Option<u64> {
-    let FluxNode { metadata, spec, status } = node.0.as_ref().ok()?;
-    let metadata = ObjectMeta { resource_version: None, managed_fields: None, ..metadata.clone() };
-    let mut hasher = DefaultHasher::new();
-    serde_json::to_vec(&(metadata, spec, status)).ok()?.hash(&mut hasher);
-    Some(hasher.finish())
+/// All of a FluxNode that planning may depend on.
+#[expect(clippy::unnecessary_wraps, reason = "none is left out")]
+fn read(node: DeserializeGuard<FluxNode>) -> Option<ReadNode> {
+    let name = node.name_any();
+    Some(match node.0 {
+        Ok(mut node) => {
+            keep_for_planning(&mut node);
+            Ok(node)
+        }
+        Err(InvalidObject { error, .. }) => {
+            let advice = "finish the upgrade, or delete it: its agent makes it again";
+            warn!(node = name, error, "this version can't read a FluxNode: {advice}");
+            Err(name)
+        }
+    })
 }
 
 /// Drops account and counts of jobs, on which planning does not depend and which change every few seconds, and cuts texts that no agent of ours
 /// writes that long. The planner copies them into the FluxInstance's status and into the specs of other
 /// FluxNodes, which have to fit into etcd. Sets of ranks stay whole: a part of one says that jobs run nowhere else.
-fn keep_for_planning(node: &mut DeserializeGuard<FluxNode>) {
-    let Ok(FluxNode { metadata, status, .. }) = &mut node.0 else { return };
-    metadata.managed_fields = None;
-    let Some(status) = status else { return };
+fn keep_for_planning(node: &mut FluxNode) {
+    (node.metadata.resource_version, node.metadata.managed_fields) = (None, None);
+    let Some(status) = &mut node.status else { return };
     (status.account, status.jobs) = (None, None);
     let phase = if let NodePhase::Other(word) = &mut status.phase { Some(word) } else { None };
     let last_words = status.lead_failed.as_mut().and_then(|failed| failed.last_words.as_mut());
@@ -148,43 +132,13 @@ fn keep_for_planning(node: &mut DeserializeGuard<FluxNode>) {
     }
 }
 
-/// Drops changes of FluxNodes that do not matter to planning.
-fn skip_irrelevant(
-    changes: impl Stream<Item = watcher::Event<DeserializeGuard<FluxNode>>> + Send,
-) -> impl Stream<Item = watcher::Event<DeserializeGuard<FluxNode>>> + Send {
-    let mut known = HashMap::new();
-    changes.filter(move |event| ready(is_relevant(&mut known, event)))
-}
-
-/// True if the event changes something that planning depends on.
-fn is_relevant(known: &mut HashMap<String, Option<u64>>, event: &watcher::Event<DeserializeGuard<FluxNode>>) -> bool {
-    match event {
-        watcher::Event::Apply(node) | watcher::Event::InitApply(node) => {
-            let now = planned_by(node);
-            known.insert(node.name_any(), now) != Some(now)
-        }
-        watcher::Event::Delete(node) => known.remove(&node.name_any()).is_some(),
-        watcher::Event::Init | watcher::Event::InitDone => true,
-    }
-}
-
 /// An empty cache, and the stream that fills it.
 fn watch<K>(api: Api<K>, config: watcher::Config) -> (Store<K>, impl Stream<Item = watcher::Event<K>> + Send)
 where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + Sync + 'static,
 {
-    cached(watcher(api, config).default_backoff())
-}
-
-/// An empty cache, and the stream that fills it with `changes`.
-fn cached<K>(
-    changes: impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send,
-) -> (Store<K>, impl Stream<Item = watcher::Event<K>> + Send)
-where
-    K: Resource<DynamicType = ()> + Clone + Send + Sync + 'static,
-{
     let (store, writer) = reflector::store();
-    let changes = changes.reflect(writer).filter_map(|event| ready(arrived(event)));
+    let changes = watcher(api, config).default_backoff().reflect(writer).filter_map(|event| ready(arrived(event)));
     (store, changes)
 }
 
@@ -259,9 +213,7 @@ mod tests {
         let schema = &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"];
         let node =
             json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": filled(schema, "", &json!(ranks))});
-        let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
-        keep_for_planning(&mut node);
-        let status = node.0.unwrap().status.unwrap();
+        let status = read(serde_json::from_value(node).unwrap()).unwrap().unwrap().status.unwrap();
         let whole = ONLY_COMPARED.into_iter().chain(SETS).map(str::to_owned).collect();
         assert_eq!(long_texts(&json!(status), ""), whole);
         assert_eq!(status.host_jobs, Some(ranks));
@@ -271,30 +223,32 @@ mod tests {
     fn a_text_is_cut_between_two_characters() {
         let status = json!({"phase": "Failed", "message": format!("a{}", "ä".repeat(LONGEST_TEXT))});
         let node = json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": status});
-        let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
-        keep_for_planning(&mut node);
-        let message = node.0.unwrap().status.unwrap().message.unwrap();
+        let status = read(serde_json::from_value(node).unwrap()).unwrap().unwrap().status.unwrap();
+        let message = status.message.unwrap();
         assert_eq!(message, format!("a{}", "ä".repeat(LONGEST_TEXT / 2 - 1)));
     }
 
     #[test]
-    fn accounts_and_counts_of_jobs_are_not_relevant() {
+    fn planning_does_not_depend_on_accounts_counts_of_jobs_and_versions() {
         let node = |version: &str, phase: &str, host_jobs: u32| {
-            let metadata = json!({"name": "node1", "resourceVersion": version});
+            let fields = json!([{"manager": "agent", "time": "2026-01-01T00:00:00Z"}]);
+            let metadata = json!({"name": "node1", "resourceVersion": version, "managedFields": fields});
             let status = json!({"phase": phase, "account": {"hostJobs": host_jobs}, "jobs": {"running": host_jobs}});
             let node = json!({"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status});
-            let mut node: DeserializeGuard<FluxNode> = serde_json::from_value(node).unwrap();
-            keep_for_planning(&mut node);
-            watcher::Event::Apply(node)
+            read(serde_json::from_value(node).unwrap())
         };
-        let mut known = HashMap::new();
-        for (event, expected) in [
-            (node("1", "Online", 0), true),
-            (node("2", "Online", 1), false),
-            (node("3", "Failed", 1), true),
-            (node("4", "Failed", 1), false),
-        ] {
-            assert_eq!(is_relevant(&mut known, &event), expected, "{event:?}");
-        }
+        assert_eq!(node("1", "Online", 0), node("2", "Online", 1));
+        assert_ne!(node("2", "Online", 1), node("3", "Failed", 1));
+    }
+
+    #[test]
+    fn a_flux_node_that_this_version_cannot_read_hides_no_other() {
+        let node = |name: &str, rank: Value| {
+            let node = json!({"metadata": {"name": name}, "spec": {"nodeName": name, "rank": rank}});
+            Arc::new(read(serde_json::from_value(node).unwrap()).unwrap())
+        };
+        let nodes = [node("a", json!(1)), node("b", json!("first"))];
+        assert_eq!(readable(&nodes).map(ResourceExt::name_any).collect::<Vec<_>>(), ["a"]);
+        assert_eq!(unreadable(&nodes).collect::<Vec<_>>(), ["b"]);
     }
 }

@@ -14,23 +14,30 @@ use model::{eligibility::NodeView, marks::NodeChange, members::NodeIndex};
 /// is little time.
 const AT_ONCE: usize = 16;
 
-/// Writes `changes`, which were computed from `planned`. A Node that has changed since then, in what planning reads of it, stays as it is: what
-/// others write stays, and the next round sees it. If one change fails, the others are still written.
+/// Writes `changes`, which were decided from the Nodes as `observed`. If somebody has written meanwhile what a change concerns, that Node is left alone, and
+/// the next round decides again. If one change fails, the others are still written.
 ///
 /// # Errors
 /// The last error of a call to the API server; code 409 if a Node has changed meanwhile.
 pub async fn write(
     client: &Client,
     nodes: &Views<NodeView>,
-    planned: &[&NodeView],
+    observed: &[&NodeView],
     changes: Vec<NodeChange>,
 ) -> Result<(), ApiError> {
-    let planned = NodeIndex::of(planned);
+    let observed = NodeIndex::of(observed);
     let api = Api::<Node>::all(client.clone());
-    let patches = changes.into_iter().filter_map(|NodeChange { node, uid, annotations, labels }| {
-        let seen = nodes.named(&node).filter(|seen| planned.with_uid(&uid) == Some(&*seen.view))?;
+    let patches = changes.into_iter().filter_map(|change| {
+        let decided_from = observed.with_uid(&change.uid)?;
+        let newest = nodes.named(&change.node)?;
+        if !change.fits(decided_from, &newest.view) {
+            debug!(node = change.node, "a Node has changed since the round began: leaving it alone");
+            return None;
+        }
+        let NodeChange { node, annotations, labels, .. } = change;
         debug!(node, ?annotations, ?labels, "writing onto a Node");
-        let metadata = json!({"annotations": annotations, "labels": labels, "resourceVersion": seen.version});
+        // The newest version, for each heartbeat makes another one.
+        let metadata = json!({"annotations": annotations, "labels": labels, "resourceVersion": newest.version});
         let patch = json!({"metadata": metadata});
         let api = api.clone();
         Some(async move {
@@ -43,24 +50,29 @@ pub async fn write(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex};
+    use std::{
+        collections::BTreeMap,
+        sync::{Arc, Mutex},
+    };
 
     use http::{Request, Response};
-    use kube::{ResourceExt, client::Body};
+    use kube::client::Body;
 
     use super::*;
 
     #[tokio::test]
     async fn a_node_that_has_changed_since_the_round_began_is_left_alone() {
-        let node = |name: &str, version: &str, labels: serde_json::Value| -> Node {
-            let metadata = json!({"name": name, "uid": name, "resourceVersion": version, "labels": labels});
+        let node = |name: &str, uid: &str, version: &str, label: Option<&str>| -> Node {
+            let labels = json!(label.map(|label| ("l", label)).into_iter().collect::<BTreeMap<_, _>>());
+            let metadata = json!({"name": name, "uid": uid, "resourceVersion": version, "labels": labels});
             serde_json::from_value(json!({"metadata": metadata})).unwrap()
         };
-        let before = ["same", "beats", "changed", "gone"].map(|name| node(name, "1", json!({})));
+        let before = ["same", "beats", "labelled", "another", "gone"].map(|name| node(name, name, "1", None));
         let now = [
-            node("same", "1", json!({})),
-            node("beats", "2", json!({})),
-            node("changed", "3", json!({"by": "an administrator"})),
+            node("same", "same", "1", None),
+            node("beats", "beats", "2", None),
+            node("labelled", "labelled", "3", Some("by an administrator")),
+            node("another", "another machine", "4", None),
         ];
         let asked = Arc::<Mutex<Vec<_>>>::default();
         let seen = asked.clone();
@@ -74,14 +86,13 @@ mod tests {
                 Ok::<_, std::io::Error>(Response::new(Body::from(body)))
             }
         });
-        let planned = before.each_ref().map(NodeView::from);
-        let changes = before.iter().map(|node| {
-            let labels = [("l".to_owned(), Some("v".to_owned()))].into();
-            NodeChange { node: node.name_any(), uid: node.name_any(), labels, ..NodeChange::default() }
-        });
-        let views = Views::of(now, |node| Some(NodeView::from(node)));
+        let observed = before.each_ref().map(NodeView::from);
+        let changes = observed
+            .each_ref()
+            .map(|node| NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) });
+        let views = Views::of(now, |node| Some(NodeView::from(&node)));
         let client = Client::new(serve, "default");
-        write(&client, &views, &planned.each_ref(), changes.collect()).await.unwrap();
+        write(&client, &views, &observed.each_ref(), changes.into()).await.unwrap();
         asked.lock().unwrap().sort();
         assert_eq!(*asked.lock().unwrap(), ["1", "2"], "the version is the newest, for heartbeats change it");
     }

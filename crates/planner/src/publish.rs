@@ -9,6 +9,7 @@ use std::{
 };
 
 use futures::{Stream, StreamExt, stream};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client, ResourceExt, api::Patch};
 use serde_json::json;
 use tracing::{debug, info};
@@ -19,7 +20,7 @@ use api::{
 };
 use base::error_chain;
 use cluster::{
-    ApiError, as_read, call, certificate, gone_is_fine, merge_patch, patch_params,
+    ApiError, call, certificate, gone_is_fine, merge_patch, of_version, patch_params,
     store::{self, Document},
 };
 use model::broker_toml;
@@ -133,15 +134,16 @@ async fn write_node(client: &Client, node: &FluxNode, spec: &FluxNodeSpec) -> Re
     gone_is_fine(call(format!("spec of FluxNode {name}"), nodes.patch(&name, &params, &patch)).await)
 }
 
-/// Deletes the FluxNode of a Node that is gone.
+/// Deletes the FluxNode of a Node that is gone. `resource_version`: that which was read.
 ///
 /// # Errors
 /// The API server's; code 409 where it has changed since it was read: its agent may be back.
-pub async fn delete_node(client: &Client, node: &FluxNode) -> Result<(), ApiError> {
+pub async fn delete_node(client: &Client, node: &FluxNode, resource_version: Option<String>) -> Result<(), ApiError> {
     let nodes: Api<FluxNode> = Api::namespaced(client.clone(), NAMESPACE);
     let name = node.name_any();
     info!(node = name, "the Node is gone for good: deleting its FluxNode");
-    gone_is_fine(call(format!("delete FluxNode {name}"), nodes.delete(&name, &as_read(node))).await)
+    let as_read = of_version(&ObjectMeta { resource_version, ..node.metadata.clone() });
+    gone_is_fine(call(format!("delete FluxNode {name}"), nodes.delete(&name, &as_read)).await)
 }
 
 /// Deletes the ConfigMaps and the certificate that the planner made for an instance that is gone from every host, so

@@ -4,7 +4,7 @@ mod needs;
 mod tell;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, btree_map},
     pin::pin,
     sync::{
         Arc,
@@ -15,24 +15,25 @@ use std::{
 
 use futures::{Stream, StreamExt, stream::select};
 use k8s_openapi::jiff::Timestamp;
-use kube::{Client, Resource, ResourceExt, core::DeserializeGuard};
+use kube::{Client, Resource, ResourceExt};
 use metrics::Metrics;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, warn};
 
 use self::needs::Sources;
 use super::{
-    caches::{Caches, readable, unreadable},
+    caches::{Caches, ReadNode, readable, unreadable},
     instance,
     kept::{Kept, Versions},
     marks,
     measured::measured,
     package_set::Resolver,
     publish,
+    views::Entry,
 };
 use api::{
     ANNOTATION_RESTART, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance, FluxInstanceStatus,
-    FluxNode, FluxNodeStatus, INSTANCE, Roster, in_one_line, parse_duration,
+    FluxNodeStatus, INSTANCE, Roster, in_one_line, parse_duration,
 };
 use base::error_chain;
 use cluster::{Announcer, ApiError, call, certificate, clock, published, store::Document};
@@ -210,7 +211,7 @@ struct Planner {
 
 impl Planner {
     async fn once(&mut self, caches: &Caches) -> Result<(), ApiError> {
-        let flux_nodes = caches.flux_nodes.state();
+        let flux_nodes = caches.flux_nodes.all();
         let (nodes, no_report) = (caches.nodes.all(), FluxNodeStatus::default());
         let nodes: Vec<_> = nodes.iter().map(AsRef::as_ref).collect();
         let reports: Reports = readable(&flux_nodes)
@@ -334,8 +335,8 @@ impl Planner {
             let changes = self.protection.changes(&seen, planned.as_ref());
             self.mark(caches, &seen.nodes, Mark::Protection, changes).await;
         }
-        let flux_nodes = caches.flux_nodes.state();
-        self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
+        let flux_nodes = caches.flux_nodes.all();
+        self.publish(caches, &seen, planned.as_ref(), &flux_nodes).await?;
         // After that: the labels of many Nodes change just when their agents wait for what they are to do.
         if !caches.is_over() {
             self.mark(caches, &seen.nodes, Mark::Label, labels::changes(&seen, planned.as_ref())).await;
@@ -446,7 +447,7 @@ impl Planner {
     }
 
     /// The FluxNodes that can't be read, or have not been written for [`REPORT_AFTER`].
-    fn unusable(&self, flux_nodes: &[Arc<DeserializeGuard<FluxNode>>]) -> BTreeMap<String, Unusable> {
+    fn unusable(&self, flux_nodes: &[Arc<ReadNode>]) -> BTreeMap<String, Unusable> {
         let refused = self.refused.iter().filter(|(_, (since, _))| since.elapsed() >= REPORT_AFTER);
         let refused = refused.map(|(name, (_, why))| (name.clone(), Unusable::NotWritten(why.clone())));
         unreadable(flux_nodes).map(|name| (name, Unusable::NotRead)).chain(refused).collect()
@@ -456,9 +457,10 @@ impl Planner {
     /// can't be written, perhaps because its own agent has filled it, stops neither the others nor the status, which names it.
     async fn publish(
         &mut self,
+        caches: &Caches,
         seen: &Observed<'_>,
         planned: Option<&Planned<'_>>,
-        flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
+        flux_nodes: &[Arc<ReadNode>],
     ) -> Result<(), ApiError> {
         let roster = planned.map(|planned| planned.roster);
         if let Some(roster) = roster {
@@ -483,14 +485,14 @@ impl Planner {
                 Err(error) => self.refuse(name, error_chain(&error)),
             }
         }
-        self.collect(seen, planned, flux_nodes).await
+        self.collect(caches, seen, planned, flux_nodes).await
     }
 
     /// Remembers that FluxNode `name` could not be written, and why.
     fn refuse(&mut self, name: String, why: String) {
         match self.refused.entry(name) {
-            Entry::Occupied(mut known) => known.get_mut().1 = why,
-            Entry::Vacant(new) => {
+            btree_map::Entry::Occupied(mut known) => known.get_mut().1 = why,
+            btree_map::Entry::Vacant(new) => {
                 warn!(error = why, "can't write a FluxNode");
                 new.insert((Instant::now(), why));
             }
@@ -499,12 +501,12 @@ impl Planner {
 
     /// Writes annotations or labels of Nodes. A failure doesn't stop planning. Each by itself: if somebody guards the labels of Nodes, the
     /// annotations are written nevertheless.
-    async fn mark(&mut self, caches: &Caches, planned: &[&NodeView], mark: Mark, changes: Vec<NodeChange>) {
+    async fn mark(&mut self, caches: &Caches, observed: &[&NodeView], mark: Mark, changes: Vec<NodeChange>) {
         if changes.is_empty() || self.mark_again.get(&mark).is_some_and(|again| Instant::now() < *again) {
             return;
         }
         self.mark_again.remove(&mark);
-        match marks::write(&self.client, &caches.nodes, planned, changes).await {
+        match marks::write(&self.client, &caches.nodes, observed, changes).await {
             Ok(()) => {}
             // A Node has changed meanwhile: the next round tries again.
             Err(error) if error.code() == Some(409) => {}
@@ -518,18 +520,22 @@ impl Planner {
     /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`).
     async fn collect(
         &mut self,
+        caches: &Caches,
         seen: &Observed<'_>,
         planned: Option<&Planned<'_>>,
-        flux_nodes: &[Arc<DeserializeGuard<FluxNode>>],
+        flux_nodes: &[Arc<ReadNode>],
     ) -> Result<(), ApiError> {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let stale = forsaken(seen, planned);
         self.stale_flux_nodes.retain(|name, _| stale.contains(name));
         for name in stale {
             let since = *self.stale_flux_nodes.entry(name.clone()).or_insert_with(Instant::now);
-            let node = readable(flux_nodes).find(|node| node.name_any() == name);
-            if let Some(node) = node.filter(|_| since.elapsed() >= retain) {
-                publish::delete_node(&self.client, node).await?;
+            // One that has changed since it was observed may have its agent back.
+            let newest = caches.flux_nodes.named(&name).filter(|newest| flux_nodes.contains(&newest.view));
+            if let Some(Entry { version, view }) = newest.filter(|_| since.elapsed() >= retain)
+                && let Ok(node) = &*view
+            {
+                publish::delete_node(&self.client, node, version).await?;
             }
         }
         Ok(())

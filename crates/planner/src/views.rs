@@ -1,7 +1,7 @@
 //! Caches the part of each watched object that planning reads. A whole Node, with its images, is ten times as large.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     future::ready,
     mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -15,9 +15,9 @@ use kube::{
 use tracing::debug;
 
 /// The views of all objects of one kind, as last received from the API server.
-pub(super) struct Views<V>(Arc<Mutex<Cache<V>>>);
+pub(super) struct Views<V>(Arc<Mutex<Contents<V>>>);
 
-struct Cache<V> {
+struct Contents<V> {
     /// By name.
     entries: HashMap<String, Entry<V>>,
     /// Entries of a list that has not ended.
@@ -43,41 +43,41 @@ impl<V> Clone for Entry<V> {
 impl<V> Views<V> {
     /// All views, in any order.
     pub(super) fn all(&self) -> Vec<Arc<V>> {
-        self.cache().entries.values().map(|entry| entry.view.clone()).collect()
+        self.contents().entries.values().map(|entry| entry.view.clone()).collect()
     }
 
     /// What is kept of the object with this name.
     pub(super) fn named(&self, name: &str) -> Option<Entry<V>> {
-        self.cache().entries.get(name).cloned()
+        self.contents().entries.get(name).cloned()
     }
 
     /// True once all objects have been listed: before that, a missing one proves nothing.
     pub(super) fn are_complete(&self) -> bool {
-        self.cache().is_complete
+        self.contents().is_complete
     }
 
-    fn cache(&self) -> MutexGuard<'_, Cache<V>> {
+    fn contents(&self) -> MutexGuard<'_, Contents<V>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// An empty cache, and the stream that fills it while it is polled: it yields an item whenever a view has changed. An object for which `view`
-/// returns None counts as missing.
+/// An empty cache, and the stream that fills it while it is polled: it yields an item whenever a view has changed. `view_of` makes the view of an object;
+/// one for which it returns None counts as missing.
 pub(super) fn watch_views<K, V>(
     api: Api<K>,
     config: watcher::Config,
-    view: impl Fn(&K) -> Option<V> + Send + 'static,
+    view_of: impl Fn(K) -> Option<V> + Send + 'static,
 ) -> (Views<V>, impl Stream<Item = ()> + Send)
 where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + 'static,
     V: PartialEq + Send + Sync + 'static,
 {
     let (views, filled) = {
-        let cache = Arc::default();
-        (Views(Arc::clone(&cache)), Views(cache))
+        let contents = Arc::default();
+        (Views(Arc::clone(&contents)), Views(contents))
     };
     let events = watcher(api, config).default_backoff().filter_map(|event| ready(arrived(event)));
-    let changes = events.filter_map(move |event| ready(filled.cache().apply(event, &view).then_some(())));
+    let changes = events.filter_map(move |event| ready(filled.contents().apply(event, &view_of).then_some(())));
     (views, changes)
 }
 
@@ -86,26 +86,27 @@ pub(super) fn arrived<T>(event: watcher::Result<T>) -> Option<T> {
     event.inspect_err(|error| debug!(%error, "a watch was interrupted")).ok()
 }
 
-impl<V> Default for Cache<V> {
+impl<V> Default for Contents<V> {
     fn default() -> Self {
         Self { entries: HashMap::new(), listing: HashMap::new(), is_complete: false }
     }
 }
 
-impl<V: PartialEq> Cache<V> {
+impl<V: PartialEq> Contents<V> {
     /// Returns true if a view has changed, or the first list has ended.
     fn apply<K: Resource<DynamicType = ()>>(
         &mut self,
         event: watcher::Event<K>,
-        view: impl Fn(&K) -> Option<V>,
+        view_of: impl Fn(K) -> Option<V>,
     ) -> bool {
         match event {
             watcher::Event::Apply(object) => {
-                let now = self.entry_of(&object, view);
+                let name = object.name_any();
+                let now = self.entry_of(&name, object, view_of);
                 let view = now.as_ref().map(|now| now.view.clone());
                 let before = match now {
-                    Some(now) => self.entries.insert(object.name_any(), now),
-                    None => self.entries.remove(&object.name_any()),
+                    Some(now) => self.entries.insert(name, now),
+                    None => self.entries.remove(&name),
                 };
                 before.map(|before| before.view) != view
             }
@@ -115,30 +116,39 @@ impl<V: PartialEq> Cache<V> {
                 false
             }
             watcher::Event::InitApply(object) => {
-                if let Some(entry) = self.entry_of(&object, view) {
-                    self.listing.insert(object.name_any(), entry);
+                let name = object.name_any();
+                if let Some(entry) = self.entry_of(&name, object, view_of) {
+                    self.listing.insert(name, entry);
                 }
                 false
             }
             watcher::Event::InitDone => {
                 let before = mem::replace(&mut self.entries, mem::take(&mut self.listing));
                 let is_first = !mem::replace(&mut self.is_complete, true);
-                is_first || by_name(&before) != by_name(&self.entries)
+                is_first || !are_same(&before, &self.entries)
             }
         }
     }
 
-    /// What is to be kept of `object`. A view that has not changed is in memory once, also while all objects are listed again.
-    fn entry_of<K: Resource<DynamicType = ()>>(&self, object: &K, view: impl Fn(&K) -> Option<V>) -> Option<Entry<V>> {
-        let view = view(object)?;
-        let known = self.entries.get(&object.name_any()).map(|known| &known.view).filter(|known| ***known == view);
+    /// What is to be kept of `object`, which has this name. A view that has not changed is the known one, so that listing all objects again
+    /// does not hold each view twice.
+    fn entry_of<K: Resource<DynamicType = ()>>(
+        &self,
+        name: &str,
+        object: K,
+        view_of: impl Fn(K) -> Option<V>,
+    ) -> Option<Entry<V>> {
+        let version = object.resource_version();
+        let view = view_of(object)?;
+        let known = self.entries.get(name).map(|known| &known.view).filter(|known| ***known == view);
         let view = known.cloned().unwrap_or_else(|| Arc::new(view));
-        Some(Entry { version: object.resource_version(), view })
+        Some(Entry { version, view })
     }
 }
 
-fn by_name<V>(entries: &HashMap<String, Entry<V>>) -> BTreeMap<&str, &V> {
-    entries.iter().map(|(name, entry)| (name.as_str(), entry.view.as_ref())).collect()
+fn are_same<V: PartialEq>(before: &HashMap<String, Entry<V>>, now: &HashMap<String, Entry<V>>) -> bool {
+    let is_known = |(name, entry): (&String, &Entry<V>)| before.get(name).is_some_and(|known| known.view == entry.view);
+    before.len() == now.len() && now.iter().all(is_known)
 }
 
 #[cfg(test)]
@@ -146,10 +156,12 @@ impl<V: PartialEq> Views<V> {
     /// Those of these objects.
     pub(super) fn of<K: Resource<DynamicType = ()>>(
         objects: impl IntoIterator<Item = K>,
-        view: impl Fn(&K) -> Option<V>,
+        view_of: impl Fn(K) -> Option<V>,
     ) -> Self {
         let views = Self(Arc::default());
-        objects.into_iter().for_each(|object| drop(views.cache().apply(watcher::Event::Apply(object), &view)));
+        for object in objects {
+            views.contents().apply(watcher::Event::Apply(object), &view_of);
+        }
         views
     }
 }
@@ -168,15 +180,15 @@ mod tests {
         serde_json::from_value(json!({"metadata": metadata, "status": {"conditions": [condition]}})).unwrap()
     }
 
-    fn view(node: &Node) -> Option<NodeView> {
-        Some(NodeView::from(node)).filter(|view| view.uid != "hidden")
+    fn view_of(node: Node) -> Option<NodeView> {
+        Some(NodeView::from(&node)).filter(|view| view.uid != "hidden")
     }
 
     #[test]
     fn a_heartbeat_is_no_change_but_updates_the_version() {
         use watcher::Event::{Apply, Delete, Init, InitApply, InitDone};
-        let mut cache = Cache::default();
-        for (what, event, is_change, expected) in [
+        let mut contents = Contents::default();
+        for (what, event, is_change, expected) in vec![
             ("a list begins", Init, false, &[][..]),
             ("its objects count only at its end", InitApply(node("n1", "a", "False", 1)), false, &[]),
             ("which is a change", InitDone, true, &[("n1", "a", "1")]),
@@ -219,8 +231,8 @@ mod tests {
             ("a deletion", Delete(node("n4", "e", "True", 14)), true, &[]),
             ("of one that nobody knew", Delete(node("n5", "f", "True", 15)), false, &[]),
         ] {
-            assert_eq!(cache.apply(event, view), is_change, "{what}");
-            let mut entries: Vec<_> = cache.entries.iter().collect();
+            assert_eq!(contents.apply(event, view_of), is_change, "{what}");
+            let mut entries: Vec<_> = contents.entries.iter().collect();
             entries.sort_by_key(|(name, _)| *name);
             let entries = entries.into_iter().map(|(name, entry)| {
                 assert_eq!(*name, entry.view.name);
@@ -232,15 +244,15 @@ mod tests {
 
     #[test]
     fn an_empty_list_completes_the_cache_too() {
-        let mut cache = Cache::default();
+        let mut contents = Contents::default();
         for (event, is_change, is_complete) in [
             (watcher::Event::Init, false, false),
             (watcher::Event::InitDone, true, true),
             (watcher::Event::Init, false, true),
             (watcher::Event::InitDone, false, true),
         ] {
-            assert_eq!(cache.apply(event, view), is_change);
-            assert_eq!(cache.is_complete, is_complete);
+            assert_eq!(contents.apply(event, view_of), is_change);
+            assert_eq!(contents.is_complete, is_complete);
         }
     }
 }
