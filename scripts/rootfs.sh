@@ -10,6 +10,7 @@ if readelf --program-headers "$binary" | grep -q INTERP; then
     echo "$binary is not static: it would look for a dynamic loader, and the image has none" >&2
     exit 1
 fi
+"$binary" --version >/dev/null || { echo "$binary does not run here: build it on this machine (\`make image-binary\`)" >&2; exit 1; }
 if "$binary" local --help >/dev/null 2>&1; then
     echo "$binary has local mode, which does not belong into an image: build it with --no-default-features (\`make image-binary\`)" >&2
     exit 1
