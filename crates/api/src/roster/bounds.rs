@@ -65,7 +65,7 @@ pub(super) fn ranks<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeM
                 }
                 ranks.push((rank, entry));
             }
-            // A map built from all ranks at once has full nodes. One grown rank by rank takes half as much memory again.
+            // A map built from all ranks at once has full B-tree nodes. One grown rank by rank takes half as much memory again.
             Ok(ranks.into_iter().collect())
         }
     }
