@@ -3,7 +3,7 @@
 //!
 //!     FLUX_PREFIX=… KUBEBUILDER_ASSETS=… cargo bench --bench account -- NODES PODS
 //!
-//! PODS: how many pods each node has. One of them is a DaemonSet's, which is rolled out in the end.
+//! PODS: how many pods each node has. One of them is a DaemonSet's, which is rolled out in the end. Prints a line of JSON.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 #[allow(dead_code)]
@@ -88,7 +88,7 @@ async fn measure(nodes: u32, each: u32) {
             run_pod(&pods, node, &format!("web-{node}-{number}"), EACH).await;
         })
         .await;
-    println!("{nodes} nodes with {each} pods each, made in {:.0} s", begin.elapsed().as_secs_f64());
+    eprintln!("{nodes} nodes with {each} pods each, made in {:.0} s", begin.elapsed().as_secs_f64());
     configure(&flux, base.path(), nodes, &format!("0-{}", CORES - 1));
     let broker = start_lead(&flux, base.path());
     until_allocated(&broker, 0).await;
@@ -98,9 +98,7 @@ async fn measure(nodes: u32, each: u32) {
     let size = usize::try_from(nodes).unwrap();
     let used = EACH * u64::from(each);
     until_allocated(&broker, cores(used) * size).await;
-    let of_bridge =
-        || format!("the bridge has had {} MiB and {} s of a processor", bridge.memory(), bridge.used() / 100);
-    println!("the first account after {:.1} s; {}", begin.elapsed().as_secs_f64(), of_bridge());
+    let first = begin.elapsed();
 
     let begin = Instant::now();
     stream::iter(0..nodes)
@@ -112,10 +110,10 @@ async fn measure(nodes: u32, each: u32) {
         .await;
     let rolled_out = Instant::now();
     until_allocated(&broker, cores(used - EACH + AFTER_ROLLOUT) * size).await;
-    println!(
-        "a rollout in {:.1} s is followed {:.1} s later; {}",
-        (rolled_out - begin).as_secs_f64(),
-        rolled_out.elapsed().as_secs_f64(),
-        of_bridge()
-    );
+    let result = json!({
+        "first_secs": first.as_secs_f64(), "rollout_secs": (rolled_out - begin).as_secs_f64(),
+        "followed_secs": rolled_out.elapsed().as_secs_f64(), "memory_mib": bridge.memory(),
+        "cpu_secs": bridge.used() as f64 / 100.0,
+    });
+    println!("{result}");
 }

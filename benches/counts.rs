@@ -15,34 +15,38 @@ mod many;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use api::{CONFIGMAP_ROSTER, FluxNode, NAMESPACE};
-use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, client, config};
-use futures::FutureExt;
+use api::NAMESPACE;
+use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, as_agent, client, config, permit};
+use http::StatusCode;
 use hyper_rustls::HttpsConnector;
 use hyper_util::{
     client::legacy::{Client as HttpClient, connect::HttpConnector},
     rt::TokioExecutor,
 };
-use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{
-    Api, Client, Config, ResourceExt,
-    client::{Body, ConfigExt},
-    runtime::wait::await_condition,
+    Client, Config,
+    client::{Body, ConfigExt, retry::RetryPolicy},
 };
-use many::{Cost, Fleet, mean, objects::heartbeat};
+use many::{Cost, Fleet, mean, objects::heartbeat, time_join};
 use serde_json::{Value, json};
 use tokio::{
     runtime::{Builder, Handle},
     time::{interval, sleep},
 };
-use tower::{BoxError, Layer, ServiceExt, util::option_layer};
+use tower::{BoxError, Layer, ServiceExt, retry::RetryLayer, util::option_layer};
 
-/// kubelets write the status of each Node this often, of clouds that have them do so.
+/// How often a kubelet writes its Node's status, on clouds that set it so.
 const HEARTBEAT: Duration = Duration::from_secs(10);
+/// How the API server says that it has no time now.
+const AGAIN: [StatusCode; 3] =
+    [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE, StatusCode::GATEWAY_TIMEOUT];
 /// After the last node is online, until what it has begun is over.
 const SETTLES: Duration = Duration::from_secs(30);
 
@@ -51,9 +55,9 @@ fn main() {
     let numbers = arguments.iter().map(|number| number.parse().unwrap()).collect::<Vec<u32>>();
     let [seconds, nodes @ ..] = &numbers[..] else { panic!("usage: cargo bench --bench counts -- SECONDS NODES…") };
     for nodes in nodes {
-        // Each with an API server, and runtimes that end with all their agents.
+        // A new API server and new runtimes for each number, so that nothing of the number before goes on.
         let runtime = || Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        // Agents end before the planners that they wait for.
+        // Dropped in reverse order: the agents first, because each waits for its planner.
         let (planners, agents) = (runtime(), runtime());
         let counted = agents.block_on(count(*nodes, Duration::from_secs((*seconds).into()), planners.handle()));
         println!("{counted}");
@@ -64,19 +68,25 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     let server = ApiServer::up_with(&[WITHOUT_CONTROLLERS]);
     let client = client(&server).await;
     // One node more, which joins later.
-    let config = config(&server.kubeconfig()).await;
-    let mut fleet = Fleet::make(client.clone(), move || multiplexed(&config), nodes + 1).await;
-    fleet.planners = planners.clone();
+    let config = as_agent(config(&server.kubeconfig()).await);
+    let turned_away = Arc::<AtomicU32>::default();
+    let counted_away = Arc::clone(&turned_away);
+    let new_client = move || multiplexed(&config, Arc::clone(&counted_away));
+    let mut fleet = Fleet::make(client.clone(), new_client, planners.clone(), nodes + 1).await;
+    permit(&client).await;
     let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
+    let (beats, admin) = (Arc::<AtomicU32>::default(), client.clone());
+    let counted_beats = Arc::clone(&beats);
+    let begin = Instant::now();
     let kubelets = tokio::spawn(async move {
-        let mut beats = interval(HEARTBEAT);
+        let mut next = interval(HEARTBEAT);
         loop {
-            beats.tick().await;
-            heartbeat(&client, names.iter().map(String::as_str)).await;
+            next.tick().await;
+            let written = heartbeat(&admin, names.iter().map(String::as_str)).await;
+            counted_beats.fetch_add(written, Ordering::Relaxed);
         }
     });
     let before = memory();
-    let begin = Instant::now();
     fleet.start(0..nodes as usize);
     fleet.online(nodes as usize).await;
     let online = begin.elapsed();
@@ -88,7 +98,10 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     sleep(steady).await;
     let steady_costs = fleet.since(&settled);
     let (lead, planner) = (fleet.lead(), fleet.planner().await);
-    let join = join(&mut fleet, nodes as usize).await;
+    let between_heartbeats =
+        begin.elapsed().as_secs_f64() * f64::from(nodes + 1) / f64::from(beats.load(Ordering::Relaxed));
+    let joining = fleet.agents[nodes as usize].node.clone();
+    let join = time_join(&client, &joining, async { fleet.start([nodes as usize]) }).await;
     let before_failover = fleet.costs();
     let begin = Instant::now();
     fleet.kill(planner).await;
@@ -100,58 +113,48 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
         sleep(LOOK_AGAIN).await;
     };
     let failover = begin.elapsed();
+    // The successor lists all objects, and may write what its predecessor could not.
+    sleep(SETTLES).await;
     let failover_costs = fleet.since(&before_failover);
     kubelets.abort();
     let is_plain = |number: &usize| ![lead, planner, successor].contains(number) && !settled[*number].watches_lease();
     let plain: Vec<_> = (0..nodes as usize).filter(is_plain).collect();
     let part = |costs: &[Cost]| {
         let plain: Vec<_> = plain.iter().map(|number| &costs[*number]).collect();
-        json!({"plain": means(&plain), "lead": whole(&costs[lead].own, costs[lead].rounds),
-               "planner": whole(&costs[planner].planner, 0)})
+        json!({"plain": means(&plain), "lead": whole(&costs[lead].own), "planner": whole(&costs[planner].planner),
+               "successor": whole(&costs[successor].planner)})
     };
     json!({
         "nodes": nodes, "online_secs": online.as_secs_f64(), "bytes_of_memory_per_agent": each,
         "start": part(&start), "steady_secs": steady.as_secs_f64(), "steady": part(&steady_costs),
-        "join_secs": join.as_secs_f64(), "failover_secs": failover.as_secs_f64(), "failover": part(&failover_costs),
+        "turned_away": turned_away.load(Ordering::Relaxed), "between_heartbeats_secs": between_heartbeats, "join_secs": join.as_secs_f64(),
+        "failover_secs": failover.as_secs_f64(), "failover": part(&failover_costs),
     })
 }
 
 /// A client with one connection of HTTP/2 for all that it asks. Over HTTP/1.1 each watch takes one, and a process may not have enough files for thousands
 /// of agents. What is counted is the same.
-fn multiplexed(config: &Config) -> Client {
+fn multiplexed(config: &Config, turned_away: Arc<AtomicU32>) -> Client {
     let mut tls = config.rustls_client_config().unwrap();
     tls.alpn_protocols = vec![b"h2".to_vec()];
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
     let connector = HttpsConnector::from((tcp, Arc::new(tls)));
     let http = HttpClient::builder(TokioExecutor::new()).http2_only(true).build::<_, Body>(connector);
-    let authorized = option_layer(config.auth_layer().unwrap()).layer(http.map_err(BoxError::from));
+    let http = http.map_err(BoxError::from).map_response(move |answer| {
+        turned_away.fetch_add(AGAIN.contains(&answer.status()).into(), Ordering::Relaxed);
+        answer
+    });
+    // As that of `kube` does, of which the agents' own clients are.
+    let patient = RetryLayer::new(RetryPolicy::server_retry()).layer(http);
+    let identified = config.extra_headers_layer().unwrap().layer(patient);
+    let authorized = option_layer(config.auth_layer().unwrap()).layer(identified);
     Client::new(config.base_uri_layer().layer(authorized), NAMESPACE)
 }
 
-/// Starts the agent of node `number`; returns how long the planner takes from its report of the host to the roster that has it.
-async fn join(fleet: &mut Fleet, number: usize) -> Duration {
-    let (node, client) = (fleet.agents[number].node.clone(), fleet.admin.clone());
-    let rosters = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
-    let version = rosters.get_metadata(CONFIGMAP_ROSTER).await.unwrap().resource_version();
-    let is_another = |roster: Option<&ConfigMap>| roster.is_some_and(|roster| roster.resource_version() != version);
-    let has_facts = |node: Option<&FluxNode>| {
-        node.and_then(|node| node.status.as_ref()).is_some_and(|status| status.facts.is_some())
-    };
-    let nodes = Api::<FluxNode>::namespaced(client, NAMESPACE);
-    let (reported, published) =
-        (await_condition(nodes, &node, has_facts), await_condition(rosters, CONFIGMAP_ROSTER, is_another));
-    fleet.start([number]);
-    let (first, last) = tokio::join!(
-        reported.map(|found| found.map(|_| Instant::now())),
-        published.map(|found| found.map(|_| Instant::now()))
-    );
-    last.unwrap().saturating_duration_since(first.unwrap())
-}
-
 /// Sums of one client.
-fn whole(counts: &many::counts::Counts, rounds: u64) -> Value {
-    json!({"requests": counts.all_requests(), "bytes": counts.all_bytes(), "events": counts.all_events(), "rounds": rounds,
+fn whole(counts: &many::counts::Counts) -> Value {
+    json!({"requests": counts.all_requests(), "bytes": counts.all_bytes(), "events": counts.all_events(),
            "by_request": counts.requests, "by_bytes": counts.bytes})
 }
 

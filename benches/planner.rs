@@ -21,19 +21,22 @@ use std::{
 };
 
 use api::{
-    Adopted, CONFIGMAP_ROSTER, Facts, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeSpec,
-    FluxNodeStatus, INSTANCE, IdSet, LEASE_PLANNER, NAMESPACE, NodePhase, PackageSet, ROSTER_FORMAT, Resources, Want,
+    Adopted, Facts, FluxInstance, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeSpec, FluxNodeStatus,
+    INSTANCE, IdSet, LEASE_PLANNER, NAMESPACE, NodePhase, PackageSet, ROSTER_FORMAT, Resources, Want,
 };
 use cluster::lease_rules::Place;
-use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, client, config};
+use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, as_agent, client, config, permit};
 use futures::{StreamExt, stream};
-use k8s_openapi::api::{coordination::v1::Lease, core::v1::ConfigMap};
+use k8s_openapi::api::coordination::v1::Lease;
 use kube::{
     Api, Client, ResourceExt,
     api::{Patch, PatchParams, PostParams},
     runtime::{WatchStreamExt, wait::await_condition, watcher},
 };
-use many::objects::{self, CORES, boot_id, heartbeat, node_name};
+use many::{
+    objects::{self, CORES, boot_id, heartbeat, node_name},
+    time_join,
+};
 use metrics::{Format, Metrics};
 use model::broker_names::spare_name;
 use serde_json::json;
@@ -48,7 +51,7 @@ const AT_ONCE: usize = 32;
 const JOINS: u32 = 11;
 /// After a join, until what it has begun is over.
 const SETTLES: Duration = Duration::from_secs(2);
-/// How long nothing happens.
+/// How long each phase is in which nothing happens.
 const IDLE: Duration = Duration::from_secs(20);
 /// The planner gathers changes for this long, before anything else (`GATHER` in crate `planner`).
 const GATHER: Duration = Duration::from_millis(100);
@@ -68,7 +71,8 @@ fn main() {
 /// Is a candidate for the Lease, and the planner, until stdin ends. Answers each line of it with its metrics.
 async fn plan(kubeconfig: &str, name: &str, rank: u32) {
     let metrics = Metrics::default();
-    let client = cluster::counted_client(config(Path::new(kubeconfig)).await, &metrics).unwrap();
+    let config = as_agent(config(Path::new(kubeconfig)).await);
+    let client = cluster::counted_client(config, &metrics).unwrap();
     let (_place, place) = watch::channel(Place { rank: Some(rank), agents: 0 });
     tokio::spawn(planner::run(client, name.to_owned(), place, metrics.clone()));
     let answering = tokio::task::spawn_blocking(move || {
@@ -113,7 +117,7 @@ impl Planner {
         self.metric("api_requests_total")
     }
 
-    /// A line of its status, in MiB.
+    /// A value of its /proc/PID/status, in MiB, rounded down.
     fn mebibytes(&self, what: &str) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.process.id())).unwrap();
         let line = status.lines().find(|line| line.starts_with(what)).unwrap();
@@ -230,10 +234,12 @@ async fn measure(nodes: u32) {
     let client = client(&server).await;
     let begin = Instant::now();
     let instance_uid = objects::make(&client, nodes + JOINS).await;
+    permit(&client).await;
+    let of_agents = cluster::client(as_agent(config(&kubeconfig).await)).unwrap();
     let spec: FluxInstanceSpec = serde_json::from_value(objects::spec(1)).unwrap();
     let digest = PackageSet::Bundle(spec.packages.bundle.unwrap()).digest();
     let agents: &Agents =
-        Box::leak(Box::new(Agents { client: client.clone(), digest, instance_uid, instance_id: OnceCell::new() }));
+        Box::leak(Box::new(Agents { client: of_agents, digest, instance_uid, instance_id: OnceCell::new() }));
     eprintln!("{nodes} nodes made in {:?}", begin.elapsed());
 
     let mut planner = Planner::start(&kubeconfig, "first", 0);
@@ -266,17 +272,21 @@ async fn measure(nodes: u32) {
     let (cpu, requests) = (planner.cpu_secs(), planner.requests());
     sleep(IDLE).await;
     let minutes = IDLE.as_secs_f64() / 60.0;
-    let idle = json!({"cpu_share": (planner.cpu_secs() - cpu) / IDLE.as_secs_f64(),
+    let idle_share = (planner.cpu_secs() - cpu) / IDLE.as_secs_f64();
+    let idle = json!({"cpu_share": idle_share,
                       "requests_per_minute": (planner.requests() - requests) / minutes});
-    let cpu = planner.cpu_secs();
+    let (cpu, begin) = (planner.cpu_secs(), Instant::now());
     let names: Vec<_> = (0..nodes).map(node_name).collect();
-    heartbeat(&client, names.iter().map(String::as_str)).await;
+    let written = heartbeat(&client, names.iter().map(String::as_str)).await;
+    assert_eq!(written, nodes);
     sleep(SETTLES).await;
-    let cpu_of_heartbeat = (planner.cpu_secs() - cpu) / f64::from(nodes);
+    let beside = idle_share * begin.elapsed().as_secs_f64();
+    let cpu_of_heartbeat = (planner.cpu_secs() - cpu - beside) / f64::from(nodes);
 
     let ((rounds, secs), mut joins) = (planner.rounds(), Vec::new());
     for number in nodes..nodes + JOINS {
-        joins.push(join(&client, agents, number).await.saturating_sub(GATHER).as_secs_f64());
+        let join = time_join(&client, &node_name(number), agents.begin(number)).await;
+        joins.push(join.saturating_sub(GATHER).as_secs_f64());
         sleep(SETTLES).await;
     }
     let (rounds_then, secs_then) = planner.rounds();
@@ -333,25 +343,4 @@ async fn watch_requests<T>(planner: &mut Planner, until: impl Future<Output = T>
             }
         }
     }
-}
-
-/// From the event with the report of node `number`'s host to the event with the roster that has it.
-async fn join(client: &Client, agents: &Agents, number: u32) -> Duration {
-    let rosters = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
-    let version = rosters.get_metadata(CONFIGMAP_ROSTER).await.unwrap().resource_version();
-    let is_another = |roster: Option<&ConfigMap>| roster.is_some_and(|roster| roster.resource_version() != version);
-    let has_facts = |node: Option<&FluxNode>| {
-        node.is_some_and(|node| node.status.as_ref().is_some_and(|status| status.facts.is_some()))
-    };
-    let (nodes, name) = (Api::<FluxNode>::namespaced(client.clone(), NAMESPACE), node_name(number));
-    let reported = async {
-        await_condition(nodes, &name, has_facts).await.unwrap();
-        Instant::now()
-    };
-    let published = async {
-        await_condition(rosters, CONFIGMAP_ROSTER, is_another).await.unwrap();
-        Instant::now()
-    };
-    let (reported, published, ()) = tokio::join!(reported, published, agents.begin(number));
-    published.saturating_duration_since(reported)
 }

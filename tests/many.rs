@@ -22,7 +22,10 @@ use many::{
     objects::{flip_readiness, heartbeat},
 };
 use serde_json::json;
-use tokio::time::{pause, sleep};
+use tokio::{
+    runtime::Handle,
+    time::{pause, sleep},
+};
 use tower::ServiceExt;
 
 /// A few and many nodes.
@@ -72,7 +75,7 @@ impl Counted {
 
     async fn count(nodes: u32) -> Self {
         let server = embedded();
-        let mut fleet = Fleet::make(server.clone(), move || server.clone(), nodes).await;
+        let mut fleet = Fleet::make(server.clone(), move || server.clone(), Handle::current(), nodes).await;
         fleet.start(0..nodes as usize);
         fleet.online(nodes as usize).await;
         let start = fleet.costs();
@@ -80,7 +83,10 @@ impl Counted {
         sleep(SETTLES).await;
         let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
         let admin = fleet.admin.clone();
-        let heartbeats = during(&fleet, heartbeat(&admin, names.iter().map(String::as_str))).await;
+        let heartbeats = during(&fleet, async {
+            assert_eq!(heartbeat(&admin, names.iter().map(String::as_str)).await, nodes);
+        });
+        let heartbeats = heartbeats.await;
         let rollout = during(&fleet, flip_readiness(&admin, &names)).await;
         let one_node = during(&fleet, change_reports(&admin, &names[7..8])).await;
         sleep(SETTLES).await;

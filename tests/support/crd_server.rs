@@ -5,18 +5,22 @@ pub mod api_server;
 
 use std::time::Duration;
 
-use api::{FluxInstance, FluxNode};
+use api::{DAEMONSET, FluxInstance, FluxNode, NAMESPACE};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
     Api, Client, Config, CustomResourceExt,
-    api::PostParams,
+    api::{ApiResource, DynamicObject, GroupVersionKind, PostParams},
     config::{KubeConfigOptions, Kubeconfig},
     runtime::wait::{await_condition, conditions},
 };
+use serde::Deserialize;
 use tokio::time::sleep;
 
 use api_server::ApiServer;
 
+const INSTALLER: &str = include_str!("../../deploy/daemonset-installer.yaml");
+/// The ServiceAccount of the DaemonSet's pods.
+const SERVICE_ACCOUNT: &str = DAEMONSET;
 /// kube-apiserver takes seconds to start, and has no event for it.
 pub const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// No controllers run here that would make service accounts, or take the taint of a new Node away.
@@ -49,4 +53,32 @@ pub async fn client(server: &ApiServer) -> Client {
         await_condition(definitions.clone(), &name, conditions::is_crd_established()).await.unwrap();
     }
     client
+}
+
+/// Makes the roles of the agents' ServiceAccount, as `kubectl apply` does. Our namespace must be there.
+pub async fn permit(client: &Client) {
+    for document in serde_norway::Deserializer::from_str(INSTALLER) {
+        let object = DynamicObject::deserialize(document).unwrap();
+        // Comments before the first object are a document, too.
+        let Some(types) = &object.types else { continue };
+        let kind = GroupVersionKind::try_from(types).unwrap();
+        if kind.group != "rbac.authorization.k8s.io" {
+            continue;
+        }
+        let resource = ApiResource::from_gvk(&kind);
+        let api = match &object.metadata.namespace {
+            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+            None => Api::all_with(client.clone(), &resource),
+        };
+        api.create(&PostParams::default(), &object).await.unwrap();
+    }
+}
+
+/// The same way for an agent: an administrator who impersonates its ServiceAccount. The API server limits what ServiceAccounts ask of it at a time, and
+/// not what administrators do (API Priority and Fairness).
+pub fn as_agent(mut config: Config) -> Config {
+    let groups = ["system:serviceaccounts", &format!("system:serviceaccounts:{NAMESPACE}"), "system:authenticated"];
+    config.auth_info.impersonate_groups = Some(groups.map(ToOwned::to_owned).into());
+    config.auth_info.impersonate = Some(format!("system:serviceaccount:{NAMESPACE}:{SERVICE_ACCOUNT}"));
+    config
 }

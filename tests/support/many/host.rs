@@ -72,7 +72,7 @@ pub struct PlayedHost {
     number: u32,
     flux: Arc<PlayedFlux>,
     observations: AtomicU64,
-    /// When it was observed last, and how often for no other reason than that this was long ago.
+    /// When it was observed last, and how often that was ten seconds and more after the time before.
     seen: Mutex<(Option<Instant>, u64)>,
     state: Mutex<State>,
 }
@@ -98,7 +98,7 @@ impl PlayedHost {
         self.observations.load(Ordering::Relaxed)
     }
 
-    /// How often it was observed for no other reason than that nobody had for ten seconds.
+    /// How often it was observed ten seconds and more after the time before.
     pub fn resyncs(&self) -> u64 {
         self.seen.lock().unwrap().1
     }

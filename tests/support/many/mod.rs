@@ -9,13 +9,16 @@ pub mod counts;
 mod host;
 pub mod objects;
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use agent::AgentArguments;
-use api::{FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
+use api::{CONFIGMAP_ROSTER, FluxInstance, FluxNode, INSTANCE, NAMESPACE, NodePhase};
 use clap::Parser;
 use futures::{FutureExt, StreamExt};
-use k8s_openapi::api::{coordination::v1::Lease, core::v1::Pod};
+use k8s_openapi::api::{
+    coordination::v1::Lease,
+    core::v1::{ConfigMap, Pod},
+};
 use kube::{
     Api, Client, ResourceExt,
     runtime::{WatchStreamExt, wait::await_condition, watcher},
@@ -24,6 +27,7 @@ use metrics::Metrics;
 use tokio::{
     runtime::Handle,
     task::{JoinHandle, JoinSet},
+    time::Instant,
 };
 
 use counts::{Counter, Counts};
@@ -50,7 +54,7 @@ pub struct Cost {
     pub planner: Counts,
     /// How many rounds it had: each observes its host once.
     pub rounds: u64,
-    /// How many of them began for no other reason than that the one before was ten seconds ago.
+    /// How many of them began ten seconds and more after the one before: for no other reason than that, or because the machine was busy.
     pub resyncs: u64,
 }
 
@@ -90,11 +94,10 @@ impl Cost {
 pub struct Fleet {
     /// Does what kubelets and administrators do.
     pub admin: Client,
-    /// Makes the client of an agent that begins.
-    of_agent: Box<dyn Fn() -> Client + Send>,
-    /// The runtime of the planners. Each has a client, and so a connection, of its own here; a real one shares its agent's. If thousands of agents share
-    /// a runtime, they would hold up the planner, which has a machine of its own in reality.
-    pub planners: Handle,
+    /// Makes the clients of an agent that begins: its own, and its planner's. A real planner shares its agent's.
+    new_client: Box<dyn Fn() -> Client + Send>,
+    /// The runtime of the planners: in reality each has a machine of its own, and thousands of agents on the same runtime would hold it up.
+    planners: Handle,
     /// The agents, by the number of their node.
     pub agents: Vec<Agent>,
     _sockets: tempfile::TempDir,
@@ -107,9 +110,14 @@ struct Arguments {
 }
 
 impl Fleet {
-    /// Makes `nodes` nodes and their pods at the API server that `admin` leads to, and the FluxInstance. No agent runs yet. Each agent will have a
-    /// client that `of_agent` makes.
-    pub async fn make(admin: Client, of_agent: impl Fn() -> Client + Send + 'static, nodes: u32) -> Self {
+    /// Makes `nodes` nodes and their pods at the API server that `admin` leads to, and the FluxInstance. No agent runs yet. Each agent will have
+    /// clients that `new_client` makes; its planner runs on the runtime `planners`.
+    pub async fn make(
+        admin: Client,
+        new_client: impl Fn() -> Client + Send + 'static,
+        planners: Handle,
+        nodes: u32,
+    ) -> Self {
         let sockets = tempfile::tempdir().unwrap();
         let instance_uid = objects::make(&admin, nodes).await;
         let flux = Arc::new(PlayedFlux::new(sockets.path(), &instance_uid));
@@ -120,22 +128,24 @@ impl Fleet {
             host: Arc::new(PlayedHost::new(number, Arc::clone(&flux))),
             task: None,
         });
-        let (of_agent, agents) = (Box::new(of_agent), agents.collect());
-        Self { admin, of_agent, planners: Handle::current(), agents, _sockets: sockets }
+        let (new_client, agents) = (Box::new(new_client), agents.collect());
+        Self { admin, new_client, planners, agents, _sockets: sockets }
     }
 
     /// Starts the agents of these nodes.
     pub fn start(&mut self, nodes: impl IntoIterator<Item = usize>) {
         for number in nodes {
-            let (client, agent, planners) = ((self.of_agent)(), &mut self.agents[number], self.planners.clone());
+            let (client, agent, planners) = ((self.new_client)(), &mut self.agents[number], self.planners.clone());
             let pod = objects::pod_name(&agent.node);
             let words = ["agent", "--node-name", &agent.node, "--pod-name", &pod];
             let Arguments { agent: arguments } = Arguments::parse_from(words);
             let planner = {
+                // What a client does beside its requests goes on where it was made.
                 let _entered = planners.enter();
-                agent.planner.client(&(self.of_agent)())
+                agent.planner.client(&(self.new_client)())
             };
             let plan = move |place| {
+                // If the agent is dropped, its planner ends with this set.
                 let mut planning = JoinSet::new();
                 planning.spawn_on(planner::run(planner, pod, place, Metrics::default()), &planners);
                 planning.join_all().map(drop).boxed()
@@ -145,7 +155,7 @@ impl Fleet {
         }
     }
 
-    /// Kills the agent of node `number`: nothing of it goes on, and it releases nothing. Its broker runs on.
+    /// Kills the agent of node `number`: it releases nothing. Its planner ends as soon as it waits for anything. The broker runs on.
     pub async fn kill(&mut self, number: usize) {
         let Some(task) = self.agents[number].task.take() else { return };
         task.abort();
@@ -213,6 +223,30 @@ where
             false => found.remove(&object.name_any()),
         };
     }
+}
+
+/// Has the agent of `node` begin; returns how long the planner takes from the agent's report of the host to the roster that has the node. Nothing else
+/// may change the roster meanwhile.
+pub async fn time_join(client: &Client, node: &str, begin: impl Future<Output = ()>) -> Duration {
+    let rosters = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
+    let version = rosters.get_metadata(CONFIGMAP_ROSTER).await.unwrap().resource_version();
+    let is_another = |roster: Option<&ConfigMap>| roster.is_some_and(|roster| roster.resource_version() != version);
+    let has_facts = |node: Option<&FluxNode>| {
+        node.and_then(|node| node.status.as_ref()).is_some_and(|status| status.facts.is_some())
+    };
+    let nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
+    let reported = async {
+        await_condition(nodes, node, has_facts).await.unwrap();
+        Instant::now()
+    };
+    let published = async {
+        await_condition(rosters, CONFIGMAP_ROSTER, is_another).await.unwrap();
+        Instant::now()
+    };
+    let (reported, published, ()) = tokio::join!(reported, published, begin);
+    let (roster, _) = cluster::published::read_roster(client).await.unwrap().unwrap();
+    assert!(roster.members().any(|member| member.node == node), "another change of the roster was timed");
+    published.saturating_duration_since(reported)
 }
 
 /// Mean of all.
