@@ -26,9 +26,10 @@ def of_status(pid, name):
 
 
 def cpu_seconds(pid):
-    """Of the agent, and of the children that have ended."""
+    """Of the agent, and of its host stages, which have ended."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / TICKS
+    own, stages = sum(map(int, fields[11:13])), sum(map(int, fields[13:15]))
+    return own / TICKS, stages / TICKS
 
 
 def written(pid):
@@ -61,14 +62,16 @@ def measure(seconds, place):
         time.sleep(SETTLES)
         nodes = json.loads(cluster.local("status", "-o", "json"))
         plain = [node["agentPid"] for node in nodes if node["rank"] >= FIRST_PLAIN_RANK and not is_planner(node["agentPid"])]
-        before = {pid: (cpu_seconds(pid), requests(pid), written(pid)) for pid in plain}
+        before = {pid: (*cpu_seconds(pid), requests(pid), written(pid)) for pid in plain}
         begin, threads = time.monotonic(), 0
         while time.monotonic() < begin + seconds:
             threads = max([threads] + [of_status(pid, "Threads") for pid in plain])
             time.sleep(1)
         took = time.monotonic() - begin
-        used = [(cpu_seconds(pid) - cpu, requests(pid) - asked, written(pid) - wrote) for pid, (cpu, asked, wrote) in before.items()]
-        worst = [max(each) for each in zip(*used)]
+        now = {pid: (*cpu_seconds(pid), requests(pid), written(pid)) for pid in plain}
+        used = [[after - then for after, then in zip(now[pid], before[pid])] for pid in plain]
+        own, stages, asked, wrote = (max(each) for each in zip(*used))
+        rounds = took / ROUND_EVERY
         memory = max(plain, key=lambda pid: of_status(pid, "VmRSS"))
         return {
             "seconds": took,
@@ -76,10 +79,11 @@ def measure(seconds, place):
             "threads": threads,
             "rss_mib": of_status(memory, "VmRSS") / 1024,
             "anonymous_mib": of_status(memory, "RssAnon") / 1024,
-            "share_of_core": worst[0] / took,
-            "cpu_ms_per_round": worst[0] * 1000 / (took / ROUND_EVERY),
-            "requests": worst[1],
-            "written_bytes": worst[2],
+            "share_of_core": (own + stages) / took,
+            "cpu_ms_per_round": (own + stages) * 1000 / rounds,
+            "cpu_ms_of_stage": stages * 1000 / rounds,
+            "requests": asked,
+            "written_bytes": wrote,
         }
     finally:
         cluster.down()
