@@ -396,7 +396,7 @@ def table(result, apart):
     found += [not_run(f"what an agent costs among {nodes:,}", "the same", "the bench failed, or took too long") for nodes in sorted(missing)]
     if result["not_counted"]:
         found.append(not_run("what an agent costs", f"flat within {FLAT} ×", result["not_counted"]))
-    elif not counted or counted[-1]["nodes"] < 5000:
+    elif 5000 not in missing and (not counted or counted[-1]["nodes"] < 5000):
         found.append(not_run("what an agent costs among 5,000", "the same", "two cores don't carry them; see below"))
     found += rows_of_planner(result["planner"], profile)
     found += rows_of_agent(result["agent"], profile)

@@ -50,6 +50,10 @@ def requests(pid):
     return metric(pid, "api_requests_total")
 
 
+def spent(pid):
+    return (*cpu_seconds(pid), requests(pid), written(pid))
+
+
 def is_planner(pid):
     return metric(pid, "planner_round_seconds_count") > 0
 
@@ -62,15 +66,15 @@ def measure(seconds, place):
         time.sleep(SETTLES)
         nodes = json.loads(cluster.local("status", "-o", "json"))
         plain = [node["agentPid"] for node in nodes if node["rank"] >= FIRST_PLAIN_RANK and not is_planner(node["agentPid"])]
-        before = {pid: (*cpu_seconds(pid), requests(pid), written(pid)) for pid in plain}
+        before = {pid: spent(pid) for pid in plain}
         begin, threads = time.monotonic(), 0
         while time.monotonic() < begin + seconds:
             threads = max([threads] + [of_status(pid, "Threads") for pid in plain])
             time.sleep(1)
         took = time.monotonic() - begin
-        now = {pid: (*cpu_seconds(pid), requests(pid), written(pid)) for pid in plain}
-        used = [[after - then for after, then in zip(now[pid], before[pid])] for pid in plain]
-        own, stages, asked, wrote = (max(each) for each in zip(*used))
+        used = [[after - then for after, then in zip(spent(pid), before[pid])] for pid in plain]
+        own, stages = max((each[:2] for each in used), key=sum)
+        asked, wrote = (max(each) for each in list(zip(*used))[2:])
         rounds = took / ROUND_EVERY
         memory = max(plain, key=lambda pid: of_status(pid, "VmRSS"))
         return {
