@@ -73,11 +73,15 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         if with_rank.len() >= limit {
             return;
         }
+        // First, because it takes the least time, and is true of nearly all.
+        if with_rank.contains(&node.uid) {
+            continue;
+        }
         // If the node already runs a broker of this instance, for whatever rank, a second one must not start there.
         let runs = seen.report(&node.name).and_then(|report| report.adopted.as_ref());
         let runs = runs.is_some_and(|adopted| adopted.instance_id == roster.instance_id);
         let differs = prefix::differs(seen, roster, &node.name).is_some();
-        if with_rank.contains(&node.uid) || facts(seen, node).is_none() || runs || differs {
+        if facts(seen, node).is_none() || runs || differs {
             continue;
         }
         let parent_can_have_children =
