@@ -40,7 +40,8 @@ impl Caches {
         let all = watcher::Config::default;
         let (nodes, node_changes) =
             watch_views(Api::<Node>::all(client.clone()), all(), |node| Some(NodeView::from(&node)));
-        let (flux_nodes, flux_node_changes) = watch_views(Api::namespaced(client.clone(), NAMESPACE), all(), read);
+        let (flux_nodes, flux_node_changes) =
+            watch_views(Api::namespaced(client.clone(), NAMESPACE), all(), |node| Some(read(node)));
         let (instances, instance_changes) = watch(Api::<FluxInstance>::namespaced(client.clone(), NAMESPACE), all());
         let ours = all().fields(&format!("metadata.name={NAMESPACE}"));
         let (namespaces, namespace_changes) = watch(Api::<Namespace>::all(client.clone()), ours);
@@ -85,10 +86,9 @@ pub(super) fn unreadable(nodes: &[Arc<ReadNode>]) -> impl Iterator<Item = String
 }
 
 /// All of a FluxNode that planning may depend on.
-#[expect(clippy::unnecessary_wraps, reason = "none is left out")]
-fn read(node: DeserializeGuard<FluxNode>) -> Option<ReadNode> {
+fn read(node: DeserializeGuard<FluxNode>) -> ReadNode {
     let name = node.name_any();
-    Some(match node.0 {
+    match node.0 {
         Ok(mut node) => {
             keep_for_planning(&mut node);
             Ok(node)
@@ -98,7 +98,7 @@ fn read(node: DeserializeGuard<FluxNode>) -> Option<ReadNode> {
             warn!(node = name, error, "this version can't read a FluxNode: {advice}");
             Err(name)
         }
-    })
+    }
 }
 
 /// Drops account and counts of jobs, on which planning does not depend and which change every few seconds, and cuts texts that no agent of ours
@@ -213,7 +213,7 @@ mod tests {
         let schema = &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"];
         let node =
             json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": filled(schema, "", &json!(ranks))});
-        let status = read(serde_json::from_value(node).unwrap()).unwrap().unwrap().status.unwrap();
+        let status = read(serde_json::from_value(node).unwrap()).unwrap().status.unwrap();
         let whole = ONLY_COMPARED.into_iter().chain(SETS).map(str::to_owned).collect();
         assert_eq!(long_texts(&json!(status), ""), whole);
         assert_eq!(status.host_jobs, Some(ranks));
@@ -223,7 +223,7 @@ mod tests {
     fn a_text_is_cut_between_two_characters() {
         let status = json!({"phase": "Failed", "message": format!("a{}", "ä".repeat(LONGEST_TEXT))});
         let node = json!({"metadata": {"name": "a"}, "spec": {"nodeName": "a"}, "status": status});
-        let status = read(serde_json::from_value(node).unwrap()).unwrap().unwrap().status.unwrap();
+        let status = read(serde_json::from_value(node).unwrap()).unwrap().status.unwrap();
         let message = status.message.unwrap();
         assert_eq!(message, format!("a{}", "ä".repeat(LONGEST_TEXT / 2 - 1)));
     }
@@ -245,7 +245,7 @@ mod tests {
     fn a_flux_node_that_this_version_cannot_read_hides_no_other() {
         let node = |name: &str, rank: Value| {
             let node = json!({"metadata": {"name": name}, "spec": {"nodeName": name, "rank": rank}});
-            Arc::new(read(serde_json::from_value(node).unwrap()).unwrap())
+            Arc::new(read(serde_json::from_value(node).unwrap()))
         };
         let nodes = [node("a", json!(1)), node("b", json!("first"))];
         assert_eq!(readable(&nodes).map(ResourceExt::name_any).collect::<Vec<_>>(), ["a"]);
