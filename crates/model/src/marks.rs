@@ -23,7 +23,8 @@ impl NodeChange {
         Self { node: node.name.clone(), uid: node.uid.clone(), ..Self::default() }
     }
 
-    /// True if `newest` is the same Node as `observed`, from which this change was decided, and nobody has written meanwhile what the change concerns.
+    /// True if `newest` is the same Node as `observed`, from which this change was decided, and nobody has changed these annotations
+    /// and labels meanwhile.
     pub fn fits(&self, observed: &NodeView, newest: &NodeView) -> bool {
         let is_same =
             |key: &String, of: fn(&NodeView) -> &BTreeMap<String, String>| of(observed).get(key) == of(newest).get(key);

@@ -18,7 +18,7 @@ const AT_ONCE: usize = 16;
 /// the next round decides again. If one change fails, the others are still written.
 ///
 /// # Errors
-/// The last error of a call to the API server; code 409 if a Node has changed meanwhile.
+/// The last error of a call to the API server; code 409 if nothing else is wrong than that a Node has changed meanwhile.
 pub async fn write(
     client: &Client,
     nodes: &Views<NodeView>,
@@ -31,7 +31,7 @@ pub async fn write(
         let decided_from = observed.with_uid(&change.uid)?;
         let newest = nodes.named(&change.node)?;
         if !change.fits(decided_from, &newest.view) {
-            debug!(node = change.node, "a Node has changed since the round began: leaving it alone");
+            debug!(node = change.node, "somebody has written meanwhile what this would change: leaving the Node alone");
             return None;
         }
         let NodeChange { node, annotations, labels, .. } = change;
@@ -45,7 +45,12 @@ pub async fn write(
             gone_is_fine(call(format!("metadata of Node {node}"), api.patch_metadata(&node, &params, &patch)).await)
         })
     });
-    stream::iter(patches).buffer_unordered(AT_ONCE).fold(Ok(()), async |all, one| one.and(all)).await
+    let has_changed = |error: &ApiError| error.code() == Some(409);
+    let worse = async |all: Result<(), ApiError>, one: Result<(), ApiError>| match one {
+        Err(error) if has_changed(&error) => all.and(Err(error)),
+        one => one.and(all),
+    };
+    stream::iter(patches).buffer_unordered(AT_ONCE).fold(Ok(()), worse).await
 }
 
 #[cfg(test)]
@@ -95,5 +100,39 @@ mod tests {
         write(&client, &views, &observed.each_ref(), changes.into()).await.unwrap();
         asked.lock().unwrap().sort();
         assert_eq!(*asked.lock().unwrap(), ["1", "2"], "the version is the newest, for heartbeats change it");
+    }
+
+    #[tokio::test]
+    async fn a_node_that_has_changed_meanwhile_hides_no_refusal_of_another() {
+        for (codes, expected) in
+            [([200, 200], None), ([200, 409], Some(409)), ([409, 403], Some(403)), ([403, 409], Some(403))]
+        {
+            let nodes = codes.iter().enumerate().map(|(number, code)| -> Node {
+                let metadata = json!({"name": format!("{number}-{code}"), "uid": number.to_string()});
+                serde_json::from_value(json!({"metadata": metadata})).unwrap()
+            });
+            let nodes: Vec<_> = nodes.collect();
+            let serve = tower::service_fn(async |request: Request<Body>| {
+                let code: u16 = request.uri().path().rsplit('-').next().unwrap().parse().unwrap();
+                let body = match code {
+                    200 => json!({"metadata": {"name": "any"}}),
+                    _ => {
+                        json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": "no", "reason": "No"})
+                    }
+                };
+                let response = Response::builder().status(code).body(Body::from(body.to_string().into_bytes()));
+                Ok::<_, std::io::Error>(response.unwrap())
+            });
+            let observed: Vec<_> = nodes.iter().map(NodeView::from).collect();
+            let observed: Vec<_> = observed.iter().collect();
+            let change = |node: &&NodeView| NodeChange {
+                labels: [("l".to_owned(), Some("v".to_owned()))].into(),
+                ..NodeChange::of(node)
+            };
+            let changes = observed.iter().map(change).collect();
+            let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
+            let written = write(&Client::new(serve, "default"), &views, &observed, changes).await;
+            assert_eq!(written.err().and_then(|error| error.code()), expected, "{codes:?}");
+        }
     }
 }

@@ -4,7 +4,7 @@ mod needs;
 mod tell;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, btree_map},
+    collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
     pin::pin,
     sync::{
         Arc,
@@ -29,7 +29,6 @@ use super::{
     measured::measured,
     package_set::Resolver,
     publish,
-    views::Entry,
 };
 use api::{
     ANNOTATION_RESTART, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance, FluxInstanceStatus,
@@ -485,14 +484,15 @@ impl Planner {
                 Err(error) => self.refuse(name, error_chain(&error)),
             }
         }
-        self.collect(caches, seen, planned, flux_nodes).await
+        self.collect(caches, seen, planned).await;
+        Ok(())
     }
 
     /// Remembers that FluxNode `name` could not be written, and why.
     fn refuse(&mut self, name: String, why: String) {
         match self.refused.entry(name) {
-            btree_map::Entry::Occupied(mut known) => known.get_mut().1 = why,
-            btree_map::Entry::Vacant(new) => {
+            Entry::Occupied(mut known) => known.get_mut().1 = why,
+            Entry::Vacant(new) => {
                 warn!(error = why, "can't write a FluxNode");
                 new.insert((Instant::now(), why));
             }
@@ -502,7 +502,9 @@ impl Planner {
     /// Writes annotations or labels of Nodes. A failure doesn't stop planning. Each by itself: if somebody guards the labels of Nodes, the
     /// annotations are written nevertheless.
     async fn mark(&mut self, caches: &Caches, observed: &[&NodeView], mark: Mark, changes: Vec<NodeChange>) {
-        if changes.is_empty() || self.mark_again.get(&mark).is_some_and(|again| Instant::now() < *again) {
+        let is_too_early = self.mark_again.get(&mark).is_some_and(|again| Instant::now() < *again);
+        // At the end, the right to write may be gone within seconds.
+        if changes.is_empty() || (is_too_early && !caches.is_over()) {
             return;
         }
         self.mark_again.remove(&mark);
@@ -517,28 +519,25 @@ impl Planner {
         }
     }
 
-    /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`).
-    async fn collect(
-        &mut self,
-        caches: &Caches,
-        seen: &Observed<'_>,
-        planned: Option<&Planned<'_>>,
-        flux_nodes: &[Arc<ReadNode>],
-    ) -> Result<(), ApiError> {
+    /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`). One that can't be deleted keeps nothing else
+    /// from being written, and is tried again after the same time.
+    async fn collect(&mut self, caches: &Caches, seen: &Observed<'_>, planned: Option<&Planned<'_>>) {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let stale = forsaken(seen, planned);
         self.stale_flux_nodes.retain(|name, _| stale.contains(name));
         for name in stale {
             let since = *self.stale_flux_nodes.entry(name.clone()).or_insert_with(Instant::now);
-            // One that has changed since it was observed may have its agent back.
-            let newest = caches.flux_nodes.named(&name).filter(|newest| flux_nodes.contains(&newest.view));
-            if let Some(Entry { version, view }) = newest.filter(|_| since.elapsed() >= retain)
-                && let Ok(node) = &*view
+            if since.elapsed() >= retain
+                && let Some(newest) = caches.flux_nodes.named(&name)
+                && let Ok(node) = &*newest.view
+                // With another report than the observed one, its agent may be back.
+                && seen.report(&name) == Some(&node.status.clone().unwrap_or_default())
+                && let Err(error) = publish::delete_node(&self.client, node, newest.version).await
             {
-                publish::delete_node(&self.client, node, version).await?;
+                warn!(node = name, error = error_chain(&error), "can't delete the FluxNode of a Node that is gone");
+                self.stale_flux_nodes.insert(name, Instant::now());
             }
         }
-        Ok(())
     }
 }
 
