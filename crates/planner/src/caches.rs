@@ -27,7 +27,7 @@ pub(super) struct Caches {
     pub(super) nodes: Views<NodeView>,
     pub(super) flux_nodes: Views<ReadNode>,
     pub(super) instances: Store<FluxInstance>,
-    /// The pods of the agents that have a node. Empty if they can't be read, because an older manifest does not grant that right.
+    /// The agents' pods that run on a node. Empty if they can't be read, because an older manifest does not grant that right.
     pub(super) pods: Views<AgentPod>,
     /// Only our own Namespace.
     namespaces: Store<Namespace>,

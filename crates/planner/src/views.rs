@@ -1,4 +1,4 @@
-//! Caches the part of each watched object that planning reads. A whole Node, with its images, is ten times as large.
+//! Caches the part of each watched object that planning reads. A whole Node, with its images and conditions, is much larger.
 
 use std::{
     collections::HashMap,
@@ -72,10 +72,8 @@ where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + 'static,
     V: PartialEq + Send + Sync + 'static,
 {
-    let (views, filled) = {
-        let contents = Arc::default();
-        (Views(Arc::clone(&contents)), Views(contents))
-    };
+    let views = Views(Arc::default());
+    let filled = Views(Arc::clone(&views.0));
     let events = watcher(api, config).default_backoff().filter_map(|event| ready(arrived(event)));
     let changes = events.filter_map(move |event| ready(filled.contents().apply(event, &view_of).then_some(())));
     (views, changes)
@@ -185,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_heartbeat_is_no_change_but_updates_the_version() {
+    fn views_follow_the_watch_and_a_heartbeat_is_no_change() {
         use watcher::Event::{Apply, Delete, Init, InitApply, InitDone};
         let mut contents = Contents::default();
         for (what, event, is_change, expected) in vec![
