@@ -64,6 +64,7 @@ pub fn owned_or_writable_by_users(cluster: &Cluster) -> BTreeSet<(String, String
     let places = ["/etc", "/home", "/opt", "/root", "/run", "/srv", "/var/lib", "/var/log"];
     let theirs = ["(", "-uid", USER, "-o", "-gid", USER, "-o", "-perm", "-o=w", "!", "-type", "l", ")"];
     let look = |node: String| {
+        cluster.exec(&node, &[&["ls", "-d"], &places[..]].concat());
         let find = [&["exec", &node, "--", "find"], &places[..], &["-xdev"], &theirs, &["!", "-type", "s"]].concat();
         let output = cluster.run(&find);
         // An agent may remove a directory between find's look at it and its opening, which find(1) calls a failure even with
