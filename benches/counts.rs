@@ -32,7 +32,7 @@ use hyper_util::{
 };
 use kube::{
     Client, Config,
-    client::{Body, ConfigExt, retry::RetryPolicy},
+    client::{Body, ConfigExt},
 };
 use many::{Cost, Fleet, mean, objects::heartbeat, time_join};
 use serde_json::{Value, json};
@@ -40,13 +40,15 @@ use tokio::{
     runtime::{Builder, Handle},
     time::{interval, sleep},
 };
-use tower::{BoxError, Layer, ServiceExt, retry::RetryLayer, util::option_layer};
+use tower::{BoxError, Layer, ServiceExt, util::option_layer};
 
 /// How often a kubelet writes its Node's status, on clouds that set it so.
 const HEARTBEAT: Duration = Duration::from_secs(10);
-/// How the API server says that it has no time now.
-const AGAIN: [StatusCode; 3] =
+/// The statuses by which the API server turns a request away that it has no time for.
+const TURNED_AWAY: [StatusCode; 3] =
     [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE, StatusCode::GATEWAY_TIMEOUT];
+/// Nodes that join one after the other once all others are online.
+const JOINS: u32 = 5;
 /// After the last node is online, until what it has begun is over.
 const SETTLES: Duration = Duration::from_secs(30);
 
@@ -67,12 +69,11 @@ fn main() {
 async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     let server = ApiServer::up_with(&[WITHOUT_CONTROLLERS]);
     let client = client(&server).await;
-    // One node more, which joins later.
     let config = as_agent(config(&server.kubeconfig()).await);
     let turned_away = Arc::<AtomicU32>::default();
     let counted_away = Arc::clone(&turned_away);
     let new_client = move || multiplexed(&config, Arc::clone(&counted_away));
-    let mut fleet = Fleet::make(client.clone(), new_client, planners.clone(), nodes + 1).await;
+    let mut fleet = Fleet::make(client.clone(), new_client, planners.clone(), nodes + JOINS).await;
     permit(&client).await;
     let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
     let (beats, admin) = (Arc::<AtomicU32>::default(), client.clone());
@@ -99,9 +100,13 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     let steady_costs = fleet.since(&settled);
     let (lead, planner) = (fleet.lead(), fleet.planner().await);
     let between_heartbeats =
-        begin.elapsed().as_secs_f64() * f64::from(nodes + 1) / f64::from(beats.load(Ordering::Relaxed));
-    let joining = fleet.agents[nodes as usize].node.clone();
-    let join = time_join(&client, &joining, async { fleet.start([nodes as usize]) }).await;
+        begin.elapsed().as_secs_f64() * f64::from(nodes + JOINS) / f64::from(beats.load(Ordering::Relaxed));
+    let mut joins = Vec::new();
+    for number in (nodes..nodes + JOINS).map(|number| number as usize) {
+        let joining = fleet.agents[number].node.clone();
+        joins.push(time_join(&client, &joining, async { fleet.start([number]) }).await.as_secs_f64());
+        fleet.online(number + 1).await;
+    }
     let before_failover = fleet.costs();
     let begin = Instant::now();
     fleet.kill(planner).await;
@@ -127,7 +132,7 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     json!({
         "nodes": nodes, "online_secs": online.as_secs_f64(), "bytes_of_memory_per_agent": each,
         "start": part(&start), "steady_secs": steady.as_secs_f64(), "steady": part(&steady_costs),
-        "turned_away": turned_away.load(Ordering::Relaxed), "between_heartbeats_secs": between_heartbeats, "join_secs": join.as_secs_f64(),
+        "turned_away": turned_away.load(Ordering::Relaxed), "between_heartbeats_secs": between_heartbeats, "join_secs": joins,
         "failover_secs": failover.as_secs_f64(), "failover": part(&failover_costs),
     })
 }
@@ -142,12 +147,10 @@ fn multiplexed(config: &Config, turned_away: Arc<AtomicU32>) -> Client {
     let connector = HttpsConnector::from((tcp, Arc::new(tls)));
     let http = HttpClient::builder(TokioExecutor::new()).http2_only(true).build::<_, Body>(connector);
     let http = http.map_err(BoxError::from).map_response(move |answer| {
-        turned_away.fetch_add(AGAIN.contains(&answer.status()).into(), Ordering::Relaxed);
+        turned_away.fetch_add(TURNED_AWAY.contains(&answer.status()).into(), Ordering::Relaxed);
         answer
     });
-    // As that of `kube` does, of which the agents' own clients are.
-    let patient = RetryLayer::new(RetryPolicy::server_retry()).layer(http);
-    let identified = config.extra_headers_layer().unwrap().layer(patient);
+    let identified = config.extra_headers_layer().unwrap().layer(http);
     let authorized = option_layer(config.auth_layer().unwrap()).layer(identified);
     Client::new(config.base_uri_layer().layer(authorized), NAMESPACE)
 }
@@ -161,7 +164,6 @@ fn whole(counts: &many::counts::Counts) -> Value {
 /// Means of these agents, with what of the planner is in each.
 fn means(costs: &[&Cost]) -> Value {
     let of = |of: &dyn Fn(&Cost) -> u64| mean(costs, of);
-    let bytes_of = |what: &str| of(&|cost| cost.own.bytes.get(what).copied().unwrap_or(0));
     json!({
         "agents": costs.len(),
         "requests": of(&Cost::requests),
@@ -169,9 +171,6 @@ fn means(costs: &[&Cost]) -> Value {
         "events": of(&Cost::events),
         "rounds": of(&|cost| cost.rounds),
         "resyncs": of(&|cost| cost.resyncs),
-        "bytes_of_roster": bytes_of("get configmaps/flux-roster"),
-        "bytes_of_broker_toml": bytes_of("get configmaps/flux-broker"),
-        "bytes_of_instance": bytes_of("watch fluxinstances"),
         "by_request": by_kind(costs, |cost| &cost.own.requests),
         "by_bytes": by_kind(costs, |cost| &cost.own.bytes),
     })

@@ -74,7 +74,9 @@ def measure(seconds, place):
         took = time.monotonic() - begin
         used = [[after - then for after, then in zip(spent(pid), before[pid])] for pid in plain]
         own, stages = max((each[:2] for each in used), key=sum)
-        asked, wrote = (max(each) for each in list(zip(*used))[2:])
+        if not stages:
+            sys.exit("no agent has looked at its host")
+        asked, wrote = max(each[2] for each in used), max(each[3] for each in used)
         rounds = took / ROUND_EVERY
         memory = max(plain, key=lambda pid: of_status(pid, "VmRSS"))
         return {

@@ -49,7 +49,12 @@ class Cluster:
         kind = {"apiVersion": "distribute.flux-framework.org/v1alpha1", "kind": "FluxInstance"}
         with open(spec, "w") as file:
             json.dump(kind | {"metadata": {"name": "flux"}, "spec": instance}, file)
-        self.local("up", "--nodes", str(nodes), "--api", "embedded", "--bundle", os.environ["BUNDLE"], "--instance", spec)
+        try:
+            self.local("up", "--nodes", str(nodes), "--api", "embedded", "--bundle", os.environ["BUNDLE"], "--instance", spec)
+        except BaseException:
+            # Nodes may run, of a command that was killed, too.
+            self.down()
+            raise
         self.env["KUBECONFIG"] = os.path.join(place, "kubeconfig")
         with open(self.env["KUBECONFIG"], "w") as file:
             file.write(self.local("kubeconfig"))

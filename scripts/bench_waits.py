@@ -9,7 +9,7 @@
 Beside 1 and 2: `flux start --test-size=4`, from its start until all four are free, and until it has ended. TURNS times each (default: 8). Prints JSON.
 BINARY, DIR: as for bench_elastic.py."""
 
-import json, os, signal, statistics, subprocess, sys, tempfile, threading, time
+import concurrent.futures, json, os, signal, statistics, subprocess, sys, tempfile, time
 
 from bench_elastic import Cluster, Failed, count_nodes, joins, until
 
@@ -44,11 +44,9 @@ def started(cluster):
 
 
 def on_all(cluster, action):
-    nodes = [threading.Thread(target=cluster.local, args=("node", f"node{number}", action)) for number in range(1, NODES + 1)]
-    for node in nodes:
-        node.start()
-    for node in nodes:
-        node.join()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for _ in pool.map(lambda number: cluster.local("node", f"node{number}", action), range(1, NODES + 1)):
+            pass
 
 
 def power(cluster):

@@ -83,10 +83,8 @@ impl Counted {
         sleep(SETTLES).await;
         let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
         let admin = fleet.admin.clone();
-        let heartbeats = during(&fleet, async {
-            assert_eq!(heartbeat(&admin, names.iter().map(String::as_str)).await, nodes);
-        });
-        let heartbeats = heartbeats.await;
+        let beats = async { assert_eq!(heartbeat(&admin, names.iter().map(String::as_str)).await, nodes) };
+        let heartbeats = during(&fleet, beats).await;
         let rollout = during(&fleet, flip_readiness(&admin, &names)).await;
         let one_node = during(&fleet, change_reports(&admin, &names[7..8])).await;
         sleep(SETTLES).await;

@@ -74,7 +74,7 @@ pub async fn permit(client: &Client) {
     }
 }
 
-/// The same way for an agent: an administrator who impersonates its ServiceAccount. The API server limits what ServiceAccounts ask of it at a time, and
+/// The same configuration, with an administrator who impersonates the agents' ServiceAccount: the API server limits what ServiceAccounts ask at a time, and
 /// not what administrators do (API Priority and Fairness).
 pub fn as_agent(mut config: Config) -> Config {
     let groups = ["system:serviceaccounts", &format!("system:serviceaccounts:{NAMESPACE}"), "system:authenticated"];

@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fs,
     path::Path,
-    process::{Child, Command},
+    process::{Child, Command, Stdio},
     time::Duration,
 };
 
@@ -38,7 +38,8 @@ pub struct BridgeProcess(Child);
 impl BridgeProcess {
     pub fn start(kubeconfig: &Path, socket: &Path) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        Self(command.arg("bridge").args([kubeconfig, socket]).spawn().unwrap())
+        // Whoever reads this process's output must not wait for the bridge.
+        Self(command.arg("bridge").args([kubeconfig, socket]).stdout(Stdio::null()).spawn().unwrap())
     }
 
     /// The most memory that it has had, in MiB.

@@ -1,4 +1,4 @@
-//! Counts what goes through one client of the API server.
+//! Counts what goes through one client of the API server, each attempt by itself.
 
 use std::{
     collections::BTreeMap,
@@ -11,12 +11,17 @@ use api::NAMESPACE;
 use bytes::Bytes;
 use http::{Method, Request, Uri};
 use hyper::body::Frame;
-use kube::{Client, client::Body};
+use kube::{
+    Client,
+    client::{Body, retry::RetryPolicy},
+};
+use tower::{BoxError, Layer, retry::RetryLayer};
 
 /// What a client has asked and got.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Number of requests by verb and object, such as `get configmaps/flux-roster`. The names of nodes are left out.
+    /// Number of requests by verb and object, such as `get configmaps/flux-roster`; one that a busy API server turned away and that was made again counts
+    /// each time. The names of nodes are left out.
     pub requests: BTreeMap<String, u64>,
     /// Bytes of the answers' bodies, by the same.
     pub bytes: BTreeMap<String, u64>,
@@ -64,7 +69,8 @@ impl Counter {
         self.0.lock().unwrap().clone()
     }
 
-    /// A client that does the same as `client`, counted here.
+    /// A client that does the same as `client`, counted here. It makes a request again that the API server has turned away, as an agent's does; `client`
+    /// must not.
     pub fn client(&self, client: &Client) -> Client {
         let (client, counter) = (client.clone(), self.clone());
         let counted = tower::service_fn(move |request: Request<Body>| {
@@ -73,10 +79,10 @@ impl Counter {
             async move {
                 counter.add(|counts| &mut counts.requests, &what, 1);
                 let answer = client.send(request).await?;
-                Ok::<_, kube::Error>(answer.map(|body| Counted { body, counter, what }))
+                Ok::<_, BoxError>(answer.map(|body| Counted { body, counter, what }))
             }
         });
-        Client::new(counted, NAMESPACE)
+        Client::new(RetryLayer::new(RetryPolicy::server_retry()).layer(counted), NAMESPACE)
     }
 
     fn add(&self, part: impl FnOnce(&mut Counts) -> &mut BTreeMap<String, u64>, what: &str, count: u64) {

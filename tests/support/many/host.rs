@@ -72,7 +72,7 @@ pub struct PlayedHost {
     number: u32,
     flux: Arc<PlayedFlux>,
     observations: AtomicU64,
-    /// When it was observed last, and how often that was ten seconds and more after the time before.
+    /// When it was observed last, and how often ten seconds or more had passed since the observation before.
     seen: Mutex<(Option<Instant>, u64)>,
     state: Mutex<State>,
 }

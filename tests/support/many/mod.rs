@@ -21,7 +21,11 @@ use k8s_openapi::api::{
 };
 use kube::{
     Api, Client, ResourceExt,
-    runtime::{WatchStreamExt, wait::await_condition, watcher},
+    runtime::{
+        WatchStreamExt,
+        wait::{Condition, await_condition},
+        watcher,
+    },
 };
 use metrics::Metrics;
 use tokio::{
@@ -169,7 +173,7 @@ impl Fleet {
             let status = instance.and_then(|instance| instance.status.as_ref());
             status.is_some_and(|status| status.online as usize == all)
         };
-        await_condition(instances, INSTANCE, is_online).await.unwrap();
+        until_so(&instances, INSTANCE, is_online).await;
         let nodes = Api::<FluxNode>::namespaced(self.admin.clone(), NAMESPACE);
         let phase = |node: &FluxNode| node.status.as_ref().map(|status| status.phase.clone());
         until_all(nodes, all, |node| phase(node) == Some(NodePhase::Online)).await;
@@ -208,6 +212,17 @@ impl Fleet {
     }
 }
 
+/// Waits until the object with this name is as `is_so` says. A busy API server may end the watch meanwhile.
+async fn until_so<K>(api: &Api<K>, name: &str, is_so: impl Condition<K> + Copy)
+where
+    K: kube::Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + 'static,
+    K::DynamicType: Default,
+{
+    while let Err(error) = await_condition(api.clone(), name, is_so).await {
+        eprintln!("waiting for {name}: {error}");
+    }
+}
+
 /// Waits until `count` objects are as `is_so` says.
 async fn until_all<K>(api: Api<K>, count: usize, is_so: impl Fn(&K) -> bool)
 where
@@ -236,11 +251,11 @@ pub async fn time_join(client: &Client, node: &str, begin: impl Future<Output = 
     };
     let nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
     let reported = async {
-        await_condition(nodes, node, has_facts).await.unwrap();
+        until_so(&nodes, node, has_facts).await;
         Instant::now()
     };
     let published = async {
-        await_condition(rosters, CONFIGMAP_ROSTER, is_another).await.unwrap();
+        until_so(&rosters, CONFIGMAP_ROSTER, is_another).await;
         Instant::now()
     };
     let (reported, published, ()) = tokio::join!(reported, published, begin);
