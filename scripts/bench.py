@@ -359,8 +359,7 @@ def image_binary():
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     triple = subprocess.run(["rustc", "--print", "host-tuple"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     binary = target / triple / "image" / "flux-distribute"
-    sources = ["git", "log", "-1", "--format=%ct", "--", "crates", "src", "Cargo.toml", "Cargo.lock", ".cargo", "docker", "scripts/image-binary*"]
-    changed = subprocess.run(sources, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    changed = git("log", "-1", "--format=%ct", "--", "crates", "src", "Cargo.toml", "Cargo.lock", ".cargo", "docker", "scripts/image-binary*")
     return binary if binary.exists() and binary.stat().st_mtime >= int(changed or 0) else None
 
 
@@ -385,11 +384,18 @@ def pure(executable):
     return {**found, "milliseconds": times} if None not in times.values() else "criterion has left no result"
 
 
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+
+
 def versions():
     rustc = subprocess.run(["rustc", "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     server = pathlib.Path(ASSETS) / "kube-apiserver"
     api = subprocess.run([server, "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip() if server.exists() else "no kube-apiserver"
-    commit = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+    commit = git("rev-parse", "--short", "HEAD")
+    # The page is what this script writes.
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{PAGE.relative_to(ROOT)}")
+    commit += " with changes" if changed else ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     return {
         "date": datetime.date.today().isoformat(),
