@@ -77,7 +77,7 @@ def run(*command, seconds=1500, **environment):
     words = [str(word) for word in command]
     print("$", *words, file=sys.stderr, flush=True)
     begin = time.monotonic()
-    # In a session of its own, so that nothing that it has started is left behind.
+    # In a session of its own, so that nothing that it has started is left behind if it is cut off.
     with subprocess.Popen(words, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         RUNNING.add(process)
         try:

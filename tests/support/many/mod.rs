@@ -21,11 +21,7 @@ use k8s_openapi::api::{
 };
 use kube::{
     Api, Client, ResourceExt,
-    runtime::{
-        WatchStreamExt,
-        wait::{Condition, await_condition},
-        watcher,
-    },
+    runtime::{WatchStreamExt, watcher},
 };
 use metrics::Metrics;
 use tokio::{
@@ -169,11 +165,8 @@ impl Fleet {
     /// Waits until `all` nodes are online, as the planner and each agent say, and each of their pods is ready.
     pub async fn online(&self, all: usize) {
         let instances = Api::<FluxInstance>::namespaced(self.admin.clone(), NAMESPACE);
-        let is_online = |instance: Option<&FluxInstance>| {
-            let status = instance.and_then(|instance| instance.status.as_ref());
-            status.is_some_and(|status| status.online as usize == all)
-        };
-        until_so(&instances, INSTANCE, is_online).await;
+        let online = |instance: &FluxInstance| instance.status.as_ref().map(|status| status.online as usize);
+        until_so(instances, INSTANCE, |instance| online(instance) == Some(all)).await;
         let nodes = Api::<FluxNode>::namespaced(self.admin.clone(), NAMESPACE);
         let phase = |node: &FluxNode| node.status.as_ref().map(|status| status.phase.clone());
         until_all(nodes, all, |node| phase(node) == Some(NodePhase::Online)).await;
@@ -212,15 +205,15 @@ impl Fleet {
     }
 }
 
-/// Waits until the object with this name is as `is_so` says. A busy API server may end the watch meanwhile.
-async fn until_so<K>(api: &Api<K>, name: &str, is_so: impl Condition<K> + Copy)
+/// Waits until the object with this name is as `is_so` says.
+async fn until_so<K>(api: Api<K>, name: &str, is_so: impl Fn(&K) -> bool)
 where
     K: kube::Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned + Send + 'static,
     K::DynamicType: Default,
 {
-    while let Err(error) = await_condition(api.clone(), name, is_so).await {
-        eprintln!("waiting for {name}: {error}");
-    }
+    let mut seen = watcher::watch_object(api, name).default_backoff().boxed();
+    // A busy API server may end the watch meanwhile.
+    while !matches!(seen.next().await, Some(Ok(Some(object))) if is_so(&object)) {}
 }
 
 /// Waits until `count` objects are as `is_so` says.
@@ -245,17 +238,15 @@ where
 pub async fn time_join(client: &Client, node: &str, begin: impl Future<Output = ()>) -> Duration {
     let rosters = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
     let version = rosters.get_metadata(CONFIGMAP_ROSTER).await.unwrap().resource_version();
-    let is_another = |roster: Option<&ConfigMap>| roster.is_some_and(|roster| roster.resource_version() != version);
-    let has_facts = |node: Option<&FluxNode>| {
-        node.and_then(|node| node.status.as_ref()).is_some_and(|status| status.facts.is_some())
-    };
+    let is_another = |roster: &ConfigMap| roster.resource_version() != version;
+    let has_facts = |node: &FluxNode| node.status.as_ref().is_some_and(|status| status.facts.is_some());
     let nodes = Api::<FluxNode>::namespaced(client.clone(), NAMESPACE);
     let reported = async {
-        until_so(&nodes, node, has_facts).await;
+        until_so(nodes, node, has_facts).await;
         Instant::now()
     };
     let published = async {
-        until_so(&rosters, CONFIGMAP_ROSTER, is_another).await;
+        until_so(rosters, CONFIGMAP_ROSTER, is_another).await;
         Instant::now()
     };
     let (reported, published, ()) = tokio::join!(reported, published, begin);
