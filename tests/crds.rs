@@ -26,6 +26,7 @@ fn installer() -> String {
         part("1-namespace.yaml"),
         crds().unwrap(),
         part("3-rbac.yaml"),
+        part("3-flow-control.yaml"),
         part("4-admission.yaml"),
         part("5-default.yaml"),
         part("6-daemonset.yaml"),

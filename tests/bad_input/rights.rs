@@ -1,19 +1,24 @@
 //! An agent's token in the wrong hands: what the manifest's rules refuse, by a real API server.
 
+use std::collections::BTreeMap;
+
 use api::{
     ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance,
     FluxNode, FluxNodeSpec, INSTANCE, LABEL_LEAD, LABEL_ONLINE, LABEL_RANK, NAMESPACE, NodePhase, SECRET_CURVE,
 };
 use cluster::patch_params;
+use http::Request;
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
     core::v1::{ConfigMap, Node, Pod, ResourceQuota, Secret, ServiceAccount},
+    flowcontrol::v1::{FlowSchema, PriorityLevelConfiguration},
     rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
 use kube::{
     Api, Client, Config, Resource, ResourceExt,
     api::{DeleteParams, Patch, PatchParams, PostParams},
+    client::Body,
     config::{KubeConfigOptions, Kubeconfig},
 };
 use model::eligibility::PROTECTING;
@@ -438,5 +443,46 @@ async fn an_agents_token_can_set_the_readiness_of_its_own_pod_only() {
         let patch = Patch::Merge(json!({ "metadata": metadata }));
         assert_eq!(refused(pods.patch("own", &patch_params(), &patch).await, "its pod").0, 403);
         assert_eq!(refused(pods.patch_status("own", &patch_params(), &patch).await, "with its status").0, 403);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agents_wait_in_a_queue_of_their_own_at_the_api_server_and_the_planner_beside_them() {
+    let Some(case) = Case::with_api(1, "real").await else { return };
+    make(Api::<PriorityLevelConfiguration>::all(case.client.clone())).await;
+    let schemas = Api::<FlowSchema>::all(case.client.clone());
+    make(schemas.clone()).await;
+    let all = schemas.list(&Default::default()).await.unwrap();
+    let names: BTreeMap<_, _> = all.iter().map(|schema| (schema.uid().unwrap(), schema.name_any())).collect();
+    let agent = agent(&case).await;
+    let schema_of = async |client: &Client, method: &str, path: &str| {
+        let request = Request::builder().method(method).uri(path).header("Content-Type", "application/json");
+        let answer = client.send(request.body(Body::empty()).unwrap()).await.unwrap();
+        names[answer.headers()["X-Kubernetes-PF-FlowSchema-UID"].to_str().unwrap()].clone()
+    };
+    let ours = format!("namespaces/{NAMESPACE}");
+    let (core, kinds) = (format!("/api/v1/{ours}"), format!("/apis/distribute.flux-framework.org/v1alpha1/{ours}"));
+    let leases = format!("/apis/coordination.k8s.io/v1/{ours}/leases");
+    until_true("the API server to know the queue", async || {
+        schema_of(&agent, "GET", "/version").await == "flux-distribute"
+    })
+    .await;
+    let cases = [
+        ("flux-distribute", "GET", core.clone()),
+        ("flux-distribute", "GET", format!("{core}/configmaps/flux-roster")),
+        ("flux-distribute", "GET", format!("{kinds}/fluxnodes?fieldSelector=metadata.name%3Dnode1")),
+        ("flux-distribute", "PATCH", format!("{kinds}/fluxnodes/node1/status")),
+        ("flux-distribute", "PATCH", format!("{core}/pods/a/status")),
+        ("flux-distribute-planner", "GET", "/api/v1/nodes".to_owned()),
+        ("flux-distribute-planner", "GET", format!("{core}/pods")),
+        ("flux-distribute-planner", "PUT", format!("{core}/configmaps/flux-roster")),
+        ("flux-distribute-planner", "PUT", format!("{leases}/flux-planner")),
+        ("flux-distribute-planner", "PATCH", format!("{kinds}/fluxnodes/node1")),
+        ("flux-distribute-planner", "PUT", format!("{kinds}/fluxinstances/flux/status")),
+    ];
+    for (expected, method, path) in cases {
+        assert_eq!(schema_of(&agent, method, &path).await, expected, "{method} {path}");
+        let of_administrators = schema_of(&case.client, method, &path).await;
+        assert!(!of_administrators.starts_with("flux-distribute"), "{of_administrators}: {method} {path}");
     }
 }

@@ -17,6 +17,7 @@ pub fn files(part: impl Fn(&str) -> String, control_planes: &str) -> Vec<(&'stat
         ),
         ("templates/1-namespace.yaml", template(&optional_namespace(&part("parts/1-namespace.yaml")))),
         ("templates/3-rbac.yaml", template(&part("parts/3-rbac.yaml"))),
+        ("templates/3-flow-control.yaml", template(&part("parts/3-flow-control.yaml"))),
         ("templates/4-admission.yaml", template(&part("parts/4-admission.yaml"))),
         ("templates/6-daemonset.yaml", template(&daemon_set(&part("parts/6-daemonset.yaml")))),
         ("templates/7-control-planes.yaml", template(&tolerant(&daemon_set(control_planes)))),

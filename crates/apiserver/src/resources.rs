@@ -14,6 +14,7 @@ use k8s_openapi::{
             ConfigMap, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, ResourceQuota, Secret,
             ServiceAccount,
         },
+        flowcontrol::v1::{FlowSchema, PriorityLevelConfiguration},
         rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
         scheduling::v1::PriorityClass,
         storage::v1::StorageClass,
@@ -276,6 +277,8 @@ static RESOURCES: LazyLock<Vec<Resource>> = LazyLock::new(|| {
         Resource { status: true, short: names(&["quota"]), ..builtin::<ResourceQuota>(true) },
         Resource { status: true, generation: true, ..builtin::<ValidatingAdmissionPolicy>(false) },
         Resource { generation: true, ..builtin::<ValidatingAdmissionPolicyBinding>(false) },
+        Resource { status: true, generation: true, ..builtin::<PriorityLevelConfiguration>(false) },
+        Resource { status: true, generation: true, ..builtin::<FlowSchema>(false) },
         custom(&FluxInstance::crd(), model::read::rules),
         custom(&FluxNode::crd(), api::node_rules),
     ]

@@ -4,6 +4,7 @@ use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client, api::Patch};
 use serde_json::json;
+use tokio::time::Instant;
 use tracing::debug;
 
 use super::views::Views;
@@ -15,7 +16,7 @@ use model::{eligibility::NodeView, marks::NodeChange, members::NodeIndex};
 const AT_ONCE: usize = 16;
 
 /// Writes `changes`, which were decided from the Nodes as `observed`. If somebody has written meanwhile what a change concerns, that Node is left alone, and
-/// the next round decides again. If one change fails, the others are still written.
+/// the next round decides again. If one change fails, the others are still written. From `until` on, no further write begins.
 ///
 /// # Errors
 /// The last error of a call to the API server; code 409 if nothing else is wrong than that a Node has changed meanwhile.
@@ -24,10 +25,12 @@ pub async fn write(
     nodes: &Views<NodeView>,
     observed: &[&NodeView],
     changes: Vec<NodeChange>,
+    until: Option<Instant>,
 ) -> Result<(), ApiError> {
     let observed = NodeIndex::of(observed);
     let api = Api::<Node>::all(client.clone());
-    let patches = changes.into_iter().filter_map(|change| {
+    let is_time = |_: &NodeChange| until.is_none_or(|until| Instant::now() < until);
+    let patches = changes.into_iter().take_while(is_time).filter_map(|change| {
         let decided_from = observed.with_uid(&change.uid)?;
         let newest = nodes.named(&change.node)?;
         if !change.fits(decided_from, &newest.view) {
@@ -97,7 +100,7 @@ mod tests {
             .map(|node| NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) });
         let views = Views::of(now, |node| Some(NodeView::from(&node)));
         let client = Client::new(serve, "default");
-        write(&client, &views, &observed.each_ref(), changes.into()).await.unwrap();
+        write(&client, &views, &observed.each_ref(), changes.into(), None).await.unwrap();
         asked.lock().unwrap().sort();
         assert_eq!(*asked.lock().unwrap(), ["1", "2"], "the version is the newest, for heartbeats change it");
     }
@@ -131,7 +134,7 @@ mod tests {
             };
             let changes = observed.iter().map(change).collect();
             let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
-            let written = write(&Client::new(serve, "default"), &views, &observed, changes).await;
+            let written = write(&Client::new(serve, "default"), &views, &observed, changes, None).await;
             assert_eq!(written.err().and_then(|error| error.code()), expected, "{codes:?}");
         }
     }

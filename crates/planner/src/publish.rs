@@ -12,6 +12,7 @@ use futures::{Stream, StreamExt, stream};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client, ResourceExt, api::Patch};
 use serde_json::json;
+use tokio::time::Instant;
 use tracing::{debug, info};
 
 use api::{
@@ -94,10 +95,11 @@ const AT_ONCE: usize = 16;
 
 /// Writes the FluxNodes' specs that have changed. Yields each FluxNode's name and the result, in any order. The first one is written before all
 /// others: it is the lead's. A FluxNode that can't be written keeps no other one back. But if the API server does not answer or is too
-/// busy, no further write begins; those under way are awaited, so that none of them can overtake one of a later round.
+/// busy, or from `until` on, no further write begins; those under way are awaited, so that none of them can overtake one of a later round.
 pub fn write_nodes<'a>(
     client: &'a Client,
     projected: Vec<(&'a FluxNode, FluxNodeSpec)>,
+    until: Instant,
 ) -> impl Stream<Item = (String, Result<(), ApiError>)> + Send + 'a {
     let mut projected = projected.into_iter();
     let lead = projected.next();
@@ -113,7 +115,7 @@ pub fn write_nodes<'a>(
             (node.name_any(), written)
         }
     };
-    let others = stream::iter(projected).take_while(move |_| ready(!seen.load(Ordering::Relaxed)));
+    let others = stream::iter(projected).take_while(move |_| ready(!seen.load(Ordering::Relaxed) && Instant::now() < until));
     stream::iter(lead).then(write.clone()).chain(others.map(write).buffer_unordered(AT_ONCE))
 }
 
@@ -160,7 +162,7 @@ pub async fn forget_instance(client: &Client) -> Result<(), ApiError> {
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeSet, sync::Mutex};
+    use std::{collections::BTreeSet, sync::Mutex, time::Duration};
 
     use http::{Request, Response};
     use kube::client::Body;
@@ -176,9 +178,12 @@ mod tests {
         most_at_once: usize,
     }
 
-    /// Writes node0 to node99, of which the API server answers for node7 with this code, or never. Returns the names of those that could not
-    /// be written, and what it was asked.
-    async fn write_100(code: Option<u16>) -> (BTreeSet<String>, Arc<Mutex<Asked>>) {
+    const ANSWERS_AFTER: Duration = Duration::from_millis(5);
+    const AN_HOUR: Duration = Duration::from_hours(1);
+
+    /// Writes node0 to node99, of which the API server answers for node7 with this code, or never. Begins no write after `limit`. Returns the
+    /// names of those that could not be written, and what it was asked.
+    async fn write_100(code: Option<u16>, limit: Duration) -> (BTreeSet<String>, Arc<Mutex<Asked>>) {
         let asked = Arc::<Mutex<Asked>>::default();
         let server = asked.clone();
         let serve = tower::service_fn(move |request: Request<Body>| {
@@ -192,7 +197,7 @@ mod tests {
                 };
                 server.lock().unwrap().names.push(name.clone());
                 count(1);
-                tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+                tokio::time::sleep(ANSWERS_AFTER).await;
                 if name == "node7" && code.is_none() {
                     std::future::pending::<()>().await;
                 }
@@ -214,7 +219,7 @@ mod tests {
         };
         let nodes: Vec<_> = (0..100).map(node).collect();
         let projected = nodes.iter().map(|node| (node, FluxNodeSpec { revision: 1, ..node.spec.clone() })).collect();
-        let written: Vec<_> = write_nodes(&client, projected).collect().await;
+        let written: Vec<_> = write_nodes(&client, projected, Instant::now() + limit).collect().await;
         let failed = written.into_iter().filter(|(_, result)| result.is_err()).map(|(name, _)| name).collect();
         (failed, asked)
     }
@@ -222,7 +227,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_flux_node_that_can_not_be_written_keeps_no_other_one_back() {
         for code in [422, 403, 500] {
-            let (failed, asked) = write_100(Some(code)).await;
+            let (failed, asked) = write_100(Some(code), AN_HOUR).await;
             let asked = asked.lock().unwrap();
             assert_eq!(failed, BTreeSet::from(["node7".to_owned()]), "{code}");
             assert_eq!((asked.names.len(), asked.most_at_once), (100, AT_ONCE), "{code}");
@@ -232,13 +237,21 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn no_further_flux_node_is_written_while_the_api_server_is_busy() {
-        let (failed, asked) = write_100(Some(429)).await;
+        let (failed, asked) = write_100(Some(429), AN_HOUR).await;
         assert_eq!(failed, BTreeSet::from(["node7".to_owned()]));
         let names = asked.lock().unwrap().names.clone();
         assert!(names.len() <= 2 * AT_ONCE, "{names:?}");
         // One that is never answered holds nobody up.
-        let (failed, asked) = write_100(None).await;
+        let (failed, asked) = write_100(None, AN_HOUR).await;
         assert_eq!((failed.len(), asked.lock().unwrap().names.len()), (1, 100));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_flux_node_is_written_from_the_end_of_its_time_on_and_those_under_way_are_awaited() {
+        // The lead's by itself, and then as many as are written at once.
+        let (failed, asked) = write_100(Some(200), ANSWERS_AFTER * 2).await;
+        let asked = asked.lock().unwrap();
+        assert_eq!((failed.len(), asked.names.len(), asked.under_way), (0, 1 + AT_ONCE, 0));
     }
 
     #[test]

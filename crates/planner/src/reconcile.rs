@@ -58,8 +58,13 @@ use model::{
 const GATHER: Duration = Duration::from_millis(100);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
+/// For each member, how long the next change of counts in the FluxInstance's status waits: each is sent to every agent.
+const COUNT_PAUSE: Duration = Duration::from_millis(5);
 /// Counts in the FluxInstance's status that have changed wait for at most this long since the last change was written.
 const LONGEST_COUNT: Duration = Duration::from_secs(5);
+/// How long a round goes on beginning writes of FluxNodes and Nodes. Thousands of them take longer, and nodes that have joined meanwhile wait for the
+/// next roster; the next round goes on with what is left.
+const LONGEST_WRITES: Duration = Duration::from_secs(2);
 /// A FluxNode that can't be written is reported after this long: most failures are over sooner.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
 /// After a failed write of annotations or labels of Nodes, how long until the next attempt.
@@ -150,7 +155,7 @@ async fn with_changes<T>(changes: &mut (impl Stream<Item = ()> + Unpin), round: 
 
 /// Pause between two writes of the FluxInstance's status that only count, in an instance of `size` members: each is sent to every agent.
 fn count_pause(size: u32) -> Duration {
-    Duration::from_millis(size.into()).min(LONGEST_COUNT)
+    (COUNT_PAUSE * size).min(LONGEST_COUNT)
 }
 
 /// What the planner writes onto Nodes.
@@ -218,8 +223,8 @@ impl Planner {
             .collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
-            self.mark(caches, &nodes, Mark::Protection, changes).await;
-            self.mark(caches, &nodes, Mark::Label, labels::removals(&nodes)).await;
+            self.mark(caches, &nodes, Mark::Protection, changes, None).await;
+            self.mark(caches, &nodes, Mark::Label, labels::removals(&nodes), None).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
@@ -330,15 +335,16 @@ impl Planner {
         let roster = written.as_ref().or(seen.roster.filter(own));
         seen.roster = roster;
         let planned = roster.map(|roster| Planned::observe(&seen, roster));
+        let until = Instant::now() + LONGEST_WRITES;
         if !caches.is_over() {
             let changes = self.protection.changes(&seen, planned.as_ref());
-            self.mark(caches, &seen.nodes, Mark::Protection, changes).await;
+            self.mark(caches, &seen.nodes, Mark::Protection, changes, Some(until)).await;
         }
         let flux_nodes = caches.flux_nodes.all();
-        self.publish(caches, &seen, planned.as_ref(), &flux_nodes).await?;
+        self.publish(caches, &seen, planned.as_ref(), &flux_nodes, until).await?;
         // After that: the labels of many Nodes change just when their agents wait for what they are to do.
         if !caches.is_over() {
-            self.mark(caches, &seen.nodes, Mark::Label, labels::changes(&seen, planned.as_ref())).await;
+            self.mark(caches, &seen.nodes, Mark::Label, labels::changes(&seen, planned.as_ref()), Some(until)).await;
         }
         let unusable = self.unusable(&flux_nodes);
         let seen = Observed { unusable: &unusable, ..seen };
@@ -453,13 +459,15 @@ impl Planner {
     }
 
     /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes. A FluxNode that
-    /// can't be written, perhaps because its own agent has filled it, stops neither the others nor the status, which names it.
+    /// can't be written, perhaps because its own agent has filled it, stops neither the others nor the status, which names it. `until`: see
+    /// [`publish::write_nodes`].
     async fn publish(
         &mut self,
         caches: &Caches,
         seen: &Observed<'_>,
         planned: Option<&Planned<'_>>,
         flux_nodes: &[Arc<ReadNode>],
+        until: Instant,
     ) -> Result<(), ApiError> {
         let roster = planned.map(|planned| planned.roster);
         if let Some(roster) = roster {
@@ -477,7 +485,7 @@ impl Planner {
         // The planner does not write the others any more.
         self.refused.retain(|name, _| names.contains(name));
         let client = self.client.clone();
-        let mut written = pin!(publish::write_nodes(&client, projected));
+        let mut written = pin!(publish::write_nodes(&client, projected, until));
         while let Some((name, result)) = written.next().await {
             match result {
                 Ok(()) => drop(self.refused.remove(&name)),
@@ -500,15 +508,22 @@ impl Planner {
     }
 
     /// Writes annotations or labels of Nodes. A failure doesn't stop planning. Each by itself: if somebody guards the labels of Nodes, the
-    /// annotations are written nevertheless.
-    async fn mark(&mut self, caches: &Caches, observed: &[&NodeView], mark: Mark, changes: Vec<NodeChange>) {
+    /// annotations are written nevertheless. `until`: see [`marks::write`].
+    async fn mark(
+        &mut self,
+        caches: &Caches,
+        observed: &[&NodeView],
+        mark: Mark,
+        changes: Vec<NodeChange>,
+        until: Option<Instant>,
+    ) {
         let is_too_early = self.mark_again.get(&mark).is_some_and(|again| Instant::now() < *again);
         // At the end, the right to write may be gone within seconds.
         if changes.is_empty() || (is_too_early && !caches.is_over()) {
             return;
         }
         self.mark_again.remove(&mark);
-        match marks::write(&self.client, &caches.nodes, observed, changes).await {
+        match marks::write(&self.client, &caches.nodes, observed, changes, until).await {
             Ok(()) => {}
             // A Node has changed meanwhile: the next round tries again.
             Err(error) if error.code() == Some(409) => {}
