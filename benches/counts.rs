@@ -23,7 +23,9 @@ use std::{
 };
 
 use api::NAMESPACE;
-use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, as_agent, client, config, permit};
+use crd_server::{
+    LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, as_agent, client, config, make_roles_and_priority_level,
+};
 use http::StatusCode;
 use hyper_rustls::HttpsConnector;
 use hyper_util::{
@@ -74,7 +76,7 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     let counted_away = Arc::clone(&turned_away);
     let new_client = move || multiplexed(&config, Arc::clone(&counted_away));
     let mut fleet = Fleet::make(client.clone(), new_client, planners.clone(), nodes + JOINS).await;
-    permit(&client).await;
+    make_roles_and_priority_level(&client).await;
     let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
     let (beats, admin) = (Arc::<AtomicU32>::default(), client.clone());
     let counted_beats = Arc::clone(&beats);

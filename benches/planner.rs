@@ -25,7 +25,9 @@ use api::{
     INSTANCE, IdSet, LEASE_PLANNER, NAMESPACE, NodePhase, PackageSet, ROSTER_FORMAT, Resources, Want,
 };
 use cluster::lease_rules::Place;
-use crd_server::{LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, as_agent, client, config, permit};
+use crd_server::{
+    LOOK_AGAIN, WITHOUT_CONTROLLERS, api_server::ApiServer, as_agent, client, config, make_roles_and_priority_level,
+};
 use futures::{StreamExt, stream};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{
@@ -234,7 +236,7 @@ async fn measure(nodes: u32) {
     let client = client(&server).await;
     let begin = Instant::now();
     let instance_uid = objects::make(&client, nodes + JOINS).await;
-    permit(&client).await;
+    make_roles_and_priority_level(&client).await;
     let of_agents = cluster::client(as_agent(config(&kubeconfig).await)).unwrap();
     let spec: FluxInstanceSpec = serde_json::from_value(objects::spec(1)).unwrap();
     let digest = PackageSet::Bundle(spec.packages.bundle.unwrap()).digest();

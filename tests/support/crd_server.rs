@@ -55,14 +55,14 @@ pub async fn client(server: &ApiServer) -> Client {
     client
 }
 
-/// Makes the roles of the agents' ServiceAccount and its queue at the API server, as `kubectl apply` does. Our namespace must be there.
-pub async fn permit(client: &Client) {
+/// Makes the roles and the priority level of the agents' ServiceAccount, as `kubectl apply` does. Our namespace must be there.
+pub async fn make_roles_and_priority_level(client: &Client) {
     for document in serde_norway::Deserializer::from_str(INSTALLER) {
         let object = DynamicObject::deserialize(document).unwrap();
         // Comments before the first object are a document, too.
         let Some(types) = &object.types else { continue };
         let kind = GroupVersionKind::try_from(types).unwrap();
-        if !["rbac.authorization.k8s.io", "flowcontrol.apiserver.k8s.io"].contains(&kind.group.as_str()) {
+        if !matches!(kind.group.as_str(), "rbac.authorization.k8s.io" | "flowcontrol.apiserver.k8s.io") {
             continue;
         }
         let resource = ApiResource::from_gvk(&kind);

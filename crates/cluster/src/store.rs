@@ -87,7 +87,7 @@ pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, ApiError> 
 }
 
 /// Writes the value of `key` in ConfigMap `name` with the others of `before`, and nothing else. Creates the ConfigMap if
-/// `before` is None, else replaces exactly the version that was read.
+/// `before` is None, else replaces exactly the version that was read. Returns what [`read`] would now.
 ///
 /// # Errors
 /// If the call to the API server fails; with code 409, and nothing written, if another planner wrote the ConfigMap
@@ -98,10 +98,11 @@ pub async fn write(
     key: &str,
     text: String,
     before: Option<&Document>,
-) -> Result<(), ApiError> {
+) -> Result<Document, ApiError> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
-    let mut data = before.map(|before| before.others.clone()).unwrap_or_default();
-    data.insert(key.to_owned(), text);
+    let others = before.map(|before| before.others.clone()).unwrap_or_default();
+    let mut data = others.clone();
+    data.insert(key.to_owned(), text.clone());
     let mut map = config_map(data).map_err(|error| ApiError::Content {
         object: format!("ConfigMap {name}"),
         reason: format!("can't be packed ({error})"),
@@ -112,10 +113,11 @@ pub async fn write(
         ..ObjectMeta::default()
     };
     let params = PostParams::default();
-    match before {
-        None => call(format!("create ConfigMap {name}"), maps.create(&params, &map)).await.map(drop),
-        Some(_) => call(format!("replace ConfigMap {name}"), maps.replace(name, &params, &map)).await.map(drop),
-    }
+    let written = match before {
+        None => call(format!("create ConfigMap {name}"), maps.create(&params, &map)).await?,
+        Some(_) => call(format!("replace ConfigMap {name}"), maps.replace(name, &params, &map)).await?,
+    };
+    Ok(Document { text, others, version: written.metadata.resource_version })
 }
 
 /// Deletes ConfigMap `name` if it exists.

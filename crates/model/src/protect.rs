@@ -60,6 +60,8 @@ impl Protection {
                 }
             }
         }
+        // A round may not come to the last ones, and a node with jobs is in danger until its annotations are there.
+        changes.sort_by_key(|change| change.annotations.values().all(Option::is_none));
         changes
     }
 

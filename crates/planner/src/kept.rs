@@ -35,9 +35,9 @@ impl Versions {
     }
 }
 
-/// A value that was read when an object had a version.
+/// A value that was read or written when an object had one of these versions.
 #[derive(Debug)]
-pub struct Kept<T>(Option<(Option<String>, T)>);
+pub struct Kept<T>(Option<(Vec<Option<String>>, T)>);
 
 impl<T> Default for Kept<T> {
     fn default() -> Self {
@@ -49,15 +49,21 @@ impl<T: Clone> Kept<T> {
     /// The value, if the object still has the version at which it was kept.
     pub fn at(&self, version: &Version) -> Option<&T> {
         let ((at, value), now) = self.0.as_ref().zip(version.as_ref())?;
-        (at == now).then_some(value)
+        at.contains(now).then_some(value)
     }
 
     /// Keeps a value that was read after the watch told `version`.
     pub fn keep(&mut self, version: Version, value: T) {
-        self.0 = version.map(|version| (version, value));
+        self.0 = version.map(|version| (vec![version], value));
     }
 
-    /// To be called after each write of the object: the watch tells of it later.
+    /// Keeps a value that has `written` as its version since this planner wrote it, while the watch still told `version`. If somebody else has written
+    /// meanwhile, the watch will tell of a third one.
+    pub fn keep_written(&mut self, version: Version, written: Option<String>, value: T) {
+        self.0 = version.map(|version| (vec![version, written], value));
+    }
+
+    /// To be called before each write of the object, which may succeed without an answer.
     pub fn forget(&mut self) {
         self.0 = None;
     }
@@ -103,5 +109,12 @@ mod tests {
         assert_eq!(kept.or_read(Some(None), async { Ok::<_, ()>(10) }).await, Ok(10), "nothing is kept of an error");
         kept.forget();
         assert_eq!(kept.at(&Some(None)), None, "after a write of ours");
+        kept.keep_written(version(1), Some("2".to_owned()), 11);
+        let known = [version(1), version(2), version(3), None].map(|version| kept.at(&version).copied());
+        assert_eq!(
+            known,
+            [Some(11), Some(11), None, None],
+            "before the watch tells of our write, after it, and of another one"
+        );
     }
 }

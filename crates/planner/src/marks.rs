@@ -29,8 +29,8 @@ pub async fn write(
 ) -> Result<(), ApiError> {
     let observed = NodeIndex::of(observed);
     let api = Api::<Node>::all(client.clone());
-    let is_time = |_: &NodeChange| until.is_none_or(|until| Instant::now() < until);
-    let patches = changes.into_iter().take_while(is_time).filter_map(|change| {
+    let is_in_time = |_: &NodeChange| until.is_none_or(|until| Instant::now() < until);
+    let patches = changes.into_iter().take_while(is_in_time).filter_map(|change| {
         let decided_from = observed.with_uid(&change.uid)?;
         let newest = nodes.named(&change.node)?;
         if !change.fits(decided_from, &newest.view) {
@@ -103,6 +103,23 @@ mod tests {
         write(&client, &views, &observed.each_ref(), changes.into(), None).await.unwrap();
         asked.lock().unwrap().sort();
         assert_eq!(*asked.lock().unwrap(), ["1", "2"], "the version is the newest, for heartbeats change it");
+    }
+
+    #[tokio::test]
+    async fn no_node_is_written_from_the_end_of_its_time_on() {
+        let node: Node = serde_json::from_value(json!({"metadata": {"name": "a", "uid": "a"}})).unwrap();
+        let observed = NodeView::from(&node);
+        let change =
+            NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(&observed) };
+        let views = Views::of([node], |node| Some(NodeView::from(&node)));
+        // No request is answered.
+        let serve =
+            tower::service_fn(async |_: Request<Body>| Err::<Response<Body>, _>(std::io::Error::other("asked")));
+        let client = Client::new(serve, "default");
+        for (until, is_written) in [(Some(Instant::now()), false), (None, true)] {
+            let written = write(&client, &views, &[&observed], vec![change.clone()], until).await;
+            assert_eq!(written.is_err(), is_written, "{until:?}");
+        }
     }
 
     #[tokio::test]

@@ -208,7 +208,7 @@ async fn publish(client: &Client, set: &PackageSet, before: Option<&Document>) -
         object: format!("ConfigMap {CONFIGMAP_PACKAGES}"),
         reason: error.to_string(),
     })?;
-    store::write(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, text, before).await
+    store::write(client, CONFIGMAP_PACKAGES, CONFIGMAP_PACKAGES_KEY, text, before).await.map(drop)
 }
 
 #[cfg(test)]

@@ -26,26 +26,30 @@ use cluster::{
 };
 use model::broker_toml;
 
-/// Replaces exactly the roster that was read as `before`, or creates it if that is None.
+/// Replaces exactly the roster that was read as `before`, or creates it if that is None. Returns it as it is stored.
 ///
 /// # Errors
 /// If the call to the API server fails; with code 409 if another planner wrote the roster first. [`ApiError::UnreadableRoster`]
 /// if it could not be read again: many captured nodes can report more cores than all nodes of an instance may have.
-pub async fn write_roster(client: &Client, roster: &Roster, before: Option<&Document>) -> Result<(), ApiError> {
-    let text = to_text(roster)?;
+pub async fn write_roster(
+    client: &Client,
+    roster: &Roster,
+    before: Option<&Document>,
+) -> Result<(Roster, Document), ApiError> {
+    let (text, read) = to_text(roster)?;
     info!(revision = roster.revision, epoch = roster.epoch, ranks = roster.ranks.len(), "writing the roster");
-    store::write(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, text, before).await
+    Ok((read, store::write(client, CONFIGMAP_ROSTER, CONFIGMAP_ROSTER_KEY, text, before).await?))
 }
 
-/// The roster as it is stored, if it can be read again.
-fn to_text(roster: &Roster) -> Result<String, ApiError> {
+/// The roster as it is stored, and as it is read again from that.
+fn to_text(roster: &Roster) -> Result<(String, Roster), ApiError> {
     let unreadable = |reason: String| ApiError::UnreadableRoster { reason };
     if roster.declared_ids() > MOST_DECLARED {
         return Err(unreadable(format!("{}{}", RosterError::TooLarge, largest(roster))));
     }
     let text = serde_json::to_string(roster).map_err(|error| unreadable(error.to_string()))?;
     match Roster::parse(&text) {
-        Ok(_) => Ok(text),
+        Ok(read) => Ok((text, read)),
         Err(error) => Err(unreadable(format!(
             "{}. A number that only grows has reached its end, which the planner can't have written: see docs/threat-model.md, after a \
              break-in",
@@ -70,32 +74,35 @@ fn largest(roster: &Roster) -> String {
     })
 }
 
-/// Renders `broker.toml` from the roster and writes it if it has changed.
+/// Renders `broker.toml` from the roster and writes it if it differs from `before`, which is what is stored. Returns what is stored then.
 ///
 /// # Errors
-/// If a call to the API server fails; [`ApiError::Content`] if the roster can't be rendered.
-pub async fn write_broker_toml(client: &Client, roster: &Roster) -> Result<(), ApiError> {
+/// If a call to the API server fails, with code 409 if `before` is not stored any more; [`ApiError::Content`] if the roster can't be rendered.
+pub async fn write_broker_toml(
+    client: &Client,
+    roster: &Roster,
+    before: Option<Document>,
+) -> Result<Document, ApiError> {
     let text = broker_toml::render(roster).map_err(|error| ApiError::Content {
         object: format!("ConfigMap {CONFIGMAP_BROKER}"),
         reason: error_chain(&error),
     })?;
-    let before = store::read(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?;
     // A planner that has just lost its Lease must not overwrite the newer file of its successor.
     let made_from = |document: &Document| broker_toml::made_from(&document.text, &roster.instance_id);
     let is_newer = |document: &Document| made_from(document) > Some((roster.epoch, roster.revision));
-    if before.as_ref().is_some_and(|before| before.text == text || is_newer(before)) {
-        return Ok(());
+    match before {
+        Some(before) if before.text == text || is_newer(&before) => Ok(before),
+        before => store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await,
     }
-    store::write(client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, text, before.as_ref()).await
 }
 
-/// How many FluxNodes are written at once: so many that those of 5,000 nodes are written within seconds, and so few that agents' reports
-/// still find room in the API server's queue for ServiceAccounts.
+/// How many FluxNodes are written at once: so many that those of 5,000 nodes are written within seconds, and so few that agents' reports still get their
+/// part of the priority level that both share (`deploy/parts/3-flow-control.yaml`).
 const AT_ONCE: usize = 16;
 
-/// Writes the FluxNodes' specs that have changed. Yields each FluxNode's name and the result, in any order. The first one is written before all
-/// others: it is the lead's. A FluxNode that can't be written keeps no other one back. But if the API server does not answer or is too
-/// busy, or from `until` on, no further write begins; those under way are awaited, so that none of them can overtake one of a later round.
+/// Writes the FluxNodes' specs that have changed. Yields each FluxNode's name and the result, in any order. The first one is the lead's: it is
+/// written before all others, and even after `until`. A FluxNode that can't be written keeps no other one back. But if the API server does not answer or is
+/// too busy, or from `until` on, no further write begins; those under way are awaited, so that none of them can overtake one of a later round.
 pub fn write_nodes<'a>(
     client: &'a Client,
     projected: Vec<(&'a FluxNode, FluxNodeSpec)>,
@@ -248,7 +255,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn no_flux_node_is_written_from_the_end_of_its_time_on_and_those_under_way_are_awaited() {
+    async fn writes_of_flux_nodes_end_with_their_time_and_those_under_way_are_awaited() {
         // The lead's by itself, and then as many as are written at once.
         let (failed, asked) = write_100(Some(422), ANSWERS_AFTER * 2).await;
         let asked = asked.lock().unwrap();

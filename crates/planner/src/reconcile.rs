@@ -31,11 +31,14 @@ use super::{
     publish,
 };
 use api::{
-    ANNOTATION_RESTART, CONFIGMAP_BROKER, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance, FluxInstanceStatus,
-    FluxNodeStatus, INSTANCE, Roster, in_one_line, parse_duration,
+    ANNOTATION_RESTART, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance,
+    FluxInstanceStatus, FluxNodeStatus, INSTANCE, Roster, in_one_line, parse_duration,
 };
 use base::error_chain;
-use cluster::{Announcer, ApiError, call, certificate, clock, published, store::Document};
+use cluster::{
+    Announcer, ApiError, call, certificate, clock, published,
+    store::{self, Document},
+};
 use model::{
     agents::Agents,
     eligibility::NodeView,
@@ -58,12 +61,13 @@ use model::{
 const GATHER: Duration = Duration::from_millis(100);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
-/// For each member, how long the next change of counts in the FluxInstance's status waits: each is sent to every agent.
+/// Pause for each member between two writes of the FluxInstance's status that change only counts: the API server sends each write to every agent, so
+/// this makes at most 200 such messages a second.
 const COUNT_PAUSE: Duration = Duration::from_millis(5);
-/// Counts in the FluxInstance's status that have changed wait for at most this long since the last change was written.
-const LONGEST_COUNT: Duration = Duration::from_secs(5);
-/// How long a round goes on beginning writes of FluxNodes and Nodes. Thousands of them take longer, and nodes that have joined meanwhile wait for the
-/// next roster; the next round goes on with what is left.
+/// The longest such pause, of 1,000 members and more.
+const LONGEST_COUNT_PAUSE: Duration = Duration::from_secs(5);
+/// After this time, a round begins no further write of FluxNodes, of annotations or of labels, nor deletes a further FluxNode, each counted by itself; the next
+/// round goes on with the rest. Thousands of writes take longer, and nodes that join meanwhile would wait for the next roster.
 const LONGEST_WRITES: Duration = Duration::from_secs(2);
 /// A FluxNode that can't be written is reported after this long: most failures are over sooner.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
@@ -153,9 +157,9 @@ async fn with_changes<T>(changes: &mut (impl Stream<Item = ()> + Unpin), round: 
     }
 }
 
-/// Pause between two writes of the FluxInstance's status that only count, in an instance of `size` members: each is sent to every agent.
+/// Pause between two writes of the FluxInstance's status that change only counts, in an instance of `size` members.
 fn count_pause(size: u32) -> Duration {
-    (COUNT_PAUSE * size).min(LONGEST_COUNT)
+    (COUNT_PAUSE * size).min(LONGEST_COUNT_PAUSE)
 }
 
 /// What the planner writes onto Nodes.
@@ -167,14 +171,23 @@ enum Mark {
     Label,
 }
 
+/// Why a FluxNode could not be written.
+struct Refused {
+    /// The first failed attempt.
+    since: Instant,
+    /// The last one: a round may end before its turn comes again.
+    last: Instant,
+    why: String,
+}
+
 struct Planner {
     client: Client,
     announcer: Announcer,
     versions: Versions,
     /// ConfigMap `flux-roster`.
     roster: Kept<Option<Arc<(Roster, Document)>>>,
-    /// instanceID, epoch and revision of the roster that ConfigMap `flux-broker` is known to be made from, or from a newer one.
-    broker_toml: Kept<(String, u64, u64)>,
+    /// ConfigMap `flux-broker`; instanceID, epoch and revision of the roster that it is known to be made from, or from a newer one.
+    broker_toml: Kept<((String, u64, u64), Document)>,
     /// Secret `flux-curve`.
     certificate: Kept<Option<Arc<certificate::Published>>>,
     /// There is nothing to be done about ConfigMap `flux-default`.
@@ -206,8 +219,8 @@ struct Planner {
     protection: Protection,
     /// After a failed write of annotations or labels of Nodes, when to try again.
     mark_again: BTreeMap<Mark, Instant>,
-    /// The FluxNodes that could not be written, by name: since when, and why.
-    refused: BTreeMap<String, (Instant, String)>,
+    /// The FluxNodes that could not be written, by name.
+    refused: BTreeMap<String, Refused>,
     metrics: Metrics,
     /// When this planner has written the FluxInstance's status last.
     status_written: Option<Instant>,
@@ -223,8 +236,8 @@ impl Planner {
             .collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
-            self.mark(caches, &nodes, Mark::Protection, changes, None).await;
-            self.mark(caches, &nodes, Mark::Label, labels::removals(&nodes), None).await;
+            self.mark(caches, &nodes, Mark::Protection, changes).await;
+            self.mark(caches, &nodes, Mark::Label, labels::removals(&nodes)).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
@@ -332,19 +345,18 @@ impl Planner {
             written => (written?, obstacle),
         };
         let own = |roster: &&Roster| roster.instance_uid == uid;
-        let roster = written.as_ref().or(seen.roster.filter(own));
+        let roster = written.as_deref().map(|(roster, _)| roster).or(seen.roster.filter(own));
         seen.roster = roster;
         let planned = roster.map(|roster| Planned::observe(&seen, roster));
-        let until = Instant::now() + LONGEST_WRITES;
         if !caches.is_over() {
             let changes = self.protection.changes(&seen, planned.as_ref());
-            self.mark(caches, &seen.nodes, Mark::Protection, changes, Some(until)).await;
+            self.mark(caches, &seen.nodes, Mark::Protection, changes).await;
         }
         let flux_nodes = caches.flux_nodes.all();
-        self.publish(caches, &seen, planned.as_ref(), &flux_nodes, until).await?;
+        self.publish(caches, &seen, planned.as_ref(), &flux_nodes).await?;
         // After that: the labels of many Nodes change just when their agents wait for what they are to do.
         if !caches.is_over() {
-            self.mark(caches, &seen.nodes, Mark::Label, labels::changes(&seen, planned.as_ref()), Some(until)).await;
+            self.mark(caches, &seen.nodes, Mark::Label, labels::changes(&seen, planned.as_ref())).await;
         }
         let unusable = self.unusable(&flux_nodes);
         let seen = Observed { unusable: &unusable, ..seen };
@@ -384,27 +396,25 @@ impl Planner {
             match publish::write_roster(&self.client, roster, Some(document)).await {
                 // The limits stay as the other clock has set them; the round goes on and says what is wrong.
                 Err(ApiError::UnreadableRoster { .. }) => self.moved = None,
-                written => written?,
+                written => drop(written?),
             }
         }
         self.clock_ahead_secs = None;
         Ok(is_written || self.moved.take().is_some())
     }
 
-    /// Writes the decided roster in place of `before` and returns it; None if the decision writes none.
+    /// Writes the decided roster in place of `before`. Returns it as it is stored; None if the decision writes none.
     async fn write_decision(
         &mut self,
         decision: Decision,
         before: Option<&Document>,
-    ) -> Result<Option<Roster>, ApiError> {
-        match decision {
-            Decision::Keep | Decision::Wait(_) => Ok(None),
-            Decision::Write(next) => {
-                self.roster.forget();
-                publish::write_roster(&self.client, &next, before).await?;
-                Ok(Some(*next))
-            }
-        }
+    ) -> Result<Option<Arc<(Roster, Document)>>, ApiError> {
+        let Decision::Write(next) = decision else { return Ok(None) };
+        let version = self.versions.of(CONFIGMAP_ROSTER);
+        self.roster.forget();
+        let written = Arc::new(publish::write_roster(&self.client, &next, before).await?);
+        self.roster.keep_written(version, written.1.version.clone(), Some(written.clone()));
+        Ok(Some(written))
     }
 
     /// The roster, as it is stored.
@@ -453,29 +463,33 @@ impl Planner {
 
     /// The FluxNodes that can't be read, or have not been written for [`REPORT_AFTER`].
     fn unusable(&self, flux_nodes: &[Arc<ReadNode>]) -> BTreeMap<String, Unusable> {
-        let refused = self.refused.iter().filter(|(_, (since, _))| since.elapsed() >= REPORT_AFTER);
-        let refused = refused.map(|(name, (_, why))| (name.clone(), Unusable::NotWritten(why.clone())));
+        let refused = self.refused.iter().filter(|(_, refused)| refused.last - refused.since >= REPORT_AFTER);
+        let refused = refused.map(|(name, refused)| (name.clone(), Unusable::NotWritten(refused.why.clone())));
         unreadable(flux_nodes).map(|name| (name, Unusable::NotRead)).chain(refused).collect()
     }
 
     /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes. A FluxNode that
-    /// can't be written, perhaps because its own agent has filled it, stops neither the others nor the status, which names it. `until`: see
-    /// [`publish::write_nodes`].
+    /// can't be written, perhaps because its own agent has filled it, stops neither the others nor the status, which names it.
     async fn publish(
         &mut self,
         caches: &Caches,
         seen: &Observed<'_>,
         planned: Option<&Planned<'_>>,
         flux_nodes: &[Arc<ReadNode>],
-        until: Instant,
     ) -> Result<(), ApiError> {
         let roster = planned.map(|planned| planned.roster);
         if let Some(roster) = roster {
             let version = self.versions.of(CONFIGMAP_BROKER);
             let made_from = (roster.instance_id.clone(), roster.epoch, roster.revision);
-            if self.broker_toml.at(&version) != Some(&made_from) {
-                publish::write_broker_toml(&self.client, roster).await?;
-                self.broker_toml.keep(version, made_from);
+            let known = self.broker_toml.at(&version);
+            if known.is_none_or(|(of, _)| *of != made_from) {
+                let before = match known.cloned() {
+                    Some((_, document)) => Some(document),
+                    None => store::read(&self.client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?,
+                };
+                self.broker_toml.forget();
+                let stored = publish::write_broker_toml(&self.client, roster, before).await?;
+                self.broker_toml.keep_written(version, stored.version.clone(), (made_from, stored));
             }
         }
         self.remember_running_set(roster).await?;
@@ -485,7 +499,7 @@ impl Planner {
         // The planner does not write the others any more.
         self.refused.retain(|name, _| names.contains(name));
         let client = self.client.clone();
-        let mut written = pin!(publish::write_nodes(&client, projected, until));
+        let mut written = pin!(publish::write_nodes(&client, projected, Instant::now() + LONGEST_WRITES));
         while let Some((name, result)) = written.next().await {
             match result {
                 Ok(()) => drop(self.refused.remove(&name)),
@@ -498,28 +512,26 @@ impl Planner {
 
     /// Remembers that FluxNode `name` could not be written, and why.
     fn refuse(&mut self, name: String, why: String) {
+        let now = Instant::now();
         match self.refused.entry(name) {
-            Entry::Occupied(mut known) => known.get_mut().1 = why,
+            Entry::Occupied(mut known) => {
+                let known = known.get_mut();
+                (known.last, known.why) = (now, why);
+            }
             Entry::Vacant(new) => {
                 warn!(error = why, "can't write a FluxNode");
-                new.insert((Instant::now(), why));
+                new.insert(Refused { since: now, last: now, why });
             }
         }
     }
 
     /// Writes annotations or labels of Nodes. A failure doesn't stop planning. Each by itself: if somebody guards the labels of Nodes, the
-    /// annotations are written nevertheless. `until`: see [`marks::write`].
-    async fn mark(
-        &mut self,
-        caches: &Caches,
-        observed: &[&NodeView],
-        mark: Mark,
-        changes: Vec<NodeChange>,
-        until: Option<Instant>,
-    ) {
+    /// annotations are written nevertheless.
+    async fn mark(&mut self, caches: &Caches, observed: &[&NodeView], mark: Mark, changes: Vec<NodeChange>) {
         let is_too_early = self.mark_again.get(&mark).is_some_and(|again| Instant::now() < *again);
-        // At the end, the right to write may be gone within seconds.
-        if changes.is_empty() || (is_too_early && !caches.is_over()) {
+        // At the end, the right to write may be gone within seconds: the planner neither waits nor stops.
+        let until = (!caches.is_over()).then(|| Instant::now() + LONGEST_WRITES);
+        if changes.is_empty() || (is_too_early && until.is_some()) {
             return;
         }
         self.mark_again.remove(&mark);
@@ -539,10 +551,12 @@ impl Planner {
     async fn collect(&mut self, caches: &Caches, seen: &Observed<'_>, planned: Option<&Planned<'_>>) {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let stale = forsaken(seen, planned);
+        let until = Instant::now() + LONGEST_WRITES;
         self.stale_flux_nodes.retain(|name, _| stale.contains(name));
         for name in stale {
             let since = *self.stale_flux_nodes.entry(name.clone()).or_insert_with(Instant::now);
             if since.elapsed() >= retain
+                && Instant::now() < until
                 && let Some(newest) = caches.flux_nodes.named(&name)
                 && let Ok(node) = &*newest.view
                 // With another report than the observed one, its agent may be back.
