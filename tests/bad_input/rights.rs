@@ -485,6 +485,7 @@ async fn agents_and_planner_have_a_priority_level_of_their_own() {
         ("flux-distribute-planner", "GET", format!("{core}/pods")),
         ("flux-distribute-planner", "POST", "/api/v1/namespaces/default/pods/a/binding".to_owned()),
         ("flux-distribute-planner", "POST", "/api/v1/namespaces/default/pods/a/eviction".to_owned()),
+        ("flux-distribute-planner", "GET", "/api/v1/pods?watch=true&timeoutSeconds=1".to_owned()),
         ("flux-distribute-planner", "GET", "/apis/batch/v1/jobs?watch=true&timeoutSeconds=1".to_owned()),
         ("flux-distribute-planner", "PUT", format!("{core}/configmaps/flux-roster")),
         ("flux-distribute-planner", "PATCH", format!("{kinds}/fluxnodes/node1")),
