@@ -87,11 +87,11 @@ pub fn parse<T: DeserializeOwned>(map: &str, text: &str) -> Result<T, ApiError> 
 }
 
 /// Writes the value of `key` in ConfigMap `name` with the others of `before`, and nothing else. Creates the ConfigMap if
-/// `before` is None, else replaces exactly the version that was read. Returns what [`read`] would now.
+/// `before` is None, else replaces exactly the version that was read. Returns what was sent, with its new version.
 ///
 /// # Errors
 /// If the call to the API server fails; with code 409, and nothing written, if another planner wrote the ConfigMap
-/// first; [`ApiError::Content`] if a value can't be packed.
+/// first, and 404 if somebody has deleted it; [`ApiError::Content`] if a value can't be packed.
 pub async fn write(
     client: &Client,
     name: &str,

@@ -11,7 +11,7 @@ use kube::{
 use serde::de::DeserializeOwned;
 
 /// metadata.resourceVersion of an object, as a watch tells it: `Some(None)` if there is no such object. None until the watch has listed
-/// it, or if an older manifest does not grant the right to watch it.
+/// it, which it never has if an older manifest does not grant the right. A watch that fails later tells the last version.
 pub type Version = Option<Option<String>>;
 
 /// The version of one object, as a watch keeps it.

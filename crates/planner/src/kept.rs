@@ -35,7 +35,7 @@ impl Versions {
     }
 }
 
-/// A value that was read or written when an object had one of these versions.
+/// A value, and the versions that the watch may tell while the value is current.
 #[derive(Debug)]
 pub struct Kept<T>(Option<(Vec<Option<String>>, T)>);
 
@@ -46,7 +46,7 @@ impl<T> Default for Kept<T> {
 }
 
 impl<T: Clone> Kept<T> {
-    /// The value, if the object still has the version at which it was kept.
+    /// The value, if the watch tells one of these versions.
     pub fn at(&self, version: &Version) -> Option<&T> {
         let ((at, value), now) = self.0.as_ref().zip(version.as_ref())?;
         at.contains(now).then_some(value)
@@ -57,10 +57,11 @@ impl<T: Clone> Kept<T> {
         self.0 = version.map(|version| (vec![version], value));
     }
 
-    /// Keeps a value that has `written` as its version since this planner wrote it, while the watch still told `version`. If somebody else has written
-    /// meanwhile, the watch will tell of a third one.
+    /// Keeps what this planner has just written. `version`: what the watch told before the write, and tells until it catches up; `written`: the version in
+    /// the API server's answer. A write by somebody else has a third version, so the value is read again.
     pub fn keep_written(&mut self, version: Version, written: Option<String>, value: T) {
-        self.0 = version.map(|version| (vec![version, written], value));
+        // "No such object" may come back: made, and deleted again.
+        self.0 = version.map(|before| ([before, written].into_iter().filter(Option::is_some).collect(), value));
     }
 
     /// To be called before each write of the object, which may succeed without an answer.
@@ -116,5 +117,8 @@ mod tests {
             [Some(11), Some(11), None, None],
             "before the watch tells of our write, after it, and of another one"
         );
+        kept.keep_written(Some(None), Some("2".to_owned()), 12);
+        let known = [Some(None), version(2)].map(|version| kept.at(&version).copied());
+        assert_eq!(known, [None, Some(12)], "made, and perhaps deleted again");
     }
 }

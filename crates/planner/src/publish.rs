@@ -100,8 +100,8 @@ pub async fn write_broker_toml(
 /// part of the priority level that both share (`deploy/parts/3-flow-control.yaml`).
 const AT_ONCE: usize = 16;
 
-/// Writes the FluxNodes' specs that have changed. Yields each FluxNode's name and the result, in any order. The first one is the lead's: it is
-/// written before all others, and even after `until`. A FluxNode that can't be written keeps no other one back. But if the API server does not answer or is
+/// Writes the FluxNodes' specs that have changed. Yields each FluxNode's name and the result, in any order. The first one, which is the
+/// lead's or that of the likeliest lead, is written before all others, and even after `until`. A FluxNode that can't be written keeps no other one back. But if the API server does not answer or is
 /// too busy, or from `until` on, no further write begins; those under way are awaited, so that none of them can overtake one of a later round.
 pub fn write_nodes<'a>(
     client: &'a Client,

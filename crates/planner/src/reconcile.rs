@@ -62,12 +62,12 @@ const GATHER: Duration = Duration::from_millis(100);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
 /// Pause for each member between two writes of the FluxInstance's status that change only counts: the API server sends each write to every agent, so
-/// this makes at most 200 such messages a second.
+/// this makes 200 such messages a second.
 const COUNT_PAUSE: Duration = Duration::from_millis(5);
-/// The longest such pause, of 1,000 members and more.
+/// The longest such pause, of 1,000 members and more: people look at the counts.
 const LONGEST_COUNT_PAUSE: Duration = Duration::from_secs(5);
-/// After this time, a round begins no further write of FluxNodes, of annotations or of labels, nor deletes a further FluxNode, each counted by itself; the next
-/// round goes on with the rest. Thousands of writes take longer, and nodes that join meanwhile would wait for the next roster.
+/// In each round, each of these ends after this time, and the next round goes on with the rest: writing annotations, writing FluxNodes (but for the lead's),
+/// deleting FluxNodes, writing labels. Thousands of writes take longer, and nodes that join meanwhile would wait for the next roster.
 const LONGEST_WRITES: Duration = Duration::from_secs(2);
 /// A FluxNode that can't be written is reported after this long: most failures are over sooner.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
@@ -131,8 +131,8 @@ pub async fn run(
         match done {
             // A deadline that was moved is in the status, which is written last.
             Ok(()) => has_limits.store(planner.clock_ahead_secs.is_none(), Ordering::Relaxed),
-            // Another planner, or an agent, was faster: look again.
-            Err(error) if error.code() == Some(409) => {
+            // Another planner, or an agent, was faster, or somebody has deleted the object: look again.
+            Err(error) if matches!(error.code(), Some(404 | 409)) => {
                 planner.forget();
                 debug!(%error, "the object has changed since it was read");
             }
@@ -411,8 +411,12 @@ impl Planner {
     ) -> Result<Option<Arc<(Roster, Document)>>, ApiError> {
         let Decision::Write(next) = decision else { return Ok(None) };
         let version = self.versions.of(CONFIGMAP_ROSTER);
-        self.roster.forget();
-        let written = Arc::new(publish::write_roster(&self.client, &next, before).await?);
+        let written = publish::write_roster(&self.client, &next, before).await;
+        // Then nothing was sent.
+        if !matches!(written, Err(ApiError::UnreadableRoster { .. })) {
+            self.roster.forget();
+        }
+        let written = Arc::new(written?);
         self.roster.keep_written(version, written.1.version.clone(), Some(written.clone()));
         Ok(Some(written))
     }
@@ -541,7 +545,10 @@ impl Planner {
             Err(error) if error.code() == Some(409) => {}
             Err(error) => {
                 warn!(error = error_chain(&error), ?mark, "can't write onto Nodes");
-                self.mark_again.insert(mark, Instant::now() + MARK_AGAIN);
+                // One Node that refuses keeps no other one waiting that had no turn.
+                if until.is_none_or(|until| Instant::now() < until) {
+                    self.mark_again.insert(mark, Instant::now() + MARK_AGAIN);
+                }
             }
         }
     }
