@@ -61,7 +61,7 @@ impl<T: Clone> Kept<T> {
     /// the API server's answer. A write by somebody else has a third version, so the value is read again.
     pub fn keep_written(&mut self, version: Version, written: Option<String>, value: T) {
         // "No such object" may come back: made, and deleted again.
-        self.0 = version.map(|before| ([before, written].into_iter().filter(Option::is_some).collect(), value));
+        self.0 = version.map(|before| ([before, written].into_iter().flatten().map(Some).collect(), value));
     }
 
     /// To be called before each write of the object, which may succeed without an answer.
