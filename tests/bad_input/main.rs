@@ -22,6 +22,7 @@ mod objects;
 mod packages;
 mod placeholders;
 mod pods;
+mod priority;
 mod readable;
 mod rights;
 mod spec;

@@ -1,24 +1,19 @@
-//! An agent's token in the wrong hands: what the manifest's rules refuse, and at which priority level its requests wait, by a real API server.
-
-use std::collections::BTreeMap;
+//! An agent's token in the wrong hands: what the manifest's rules refuse, by a real API server.
 
 use api::{
     ANNOTATION_CONSUMED, ANNOTATION_PROTECTS, CONDITION_POD_READY, CONFIGMAP_DEFAULT, CONFIGMAP_ROSTER, FluxInstance,
     FluxNode, FluxNodeSpec, INSTANCE, LABEL_LEAD, LABEL_ONLINE, LABEL_RANK, NAMESPACE, NodePhase, SECRET_CURVE,
 };
 use cluster::patch_params;
-use http::Request;
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
     core::v1::{ConfigMap, Node, Pod, ResourceQuota, Secret, ServiceAccount},
-    flowcontrol::v1::{FlowSchema, PriorityLevelConfiguration},
     rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
 use kube::{
     Api, Client, Config, Resource, ResourceExt,
     api::{DeleteParams, Patch, PatchParams, PostParams},
-    client::Body,
     config::{KubeConfigOptions, Kubeconfig},
 };
 use model::eligibility::PROTECTING;
@@ -28,7 +23,7 @@ use serde_json::{Value, json};
 use super::cluster::{Case, no_nodes, until_true};
 
 /// Makes all objects of a kind that the manifest has.
-async fn make<K>(api: Api<K>)
+pub async fn make<K>(api: Api<K>)
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + serde::Serialize + std::fmt::Debug,
 {
@@ -444,61 +439,4 @@ async fn an_agents_token_can_set_the_readiness_of_its_own_pod_only() {
         assert_eq!(refused(pods.patch("own", &patch_params(), &patch).await, "its pod").0, 403);
         assert_eq!(refused(pods.patch_status("own", &patch_params(), &patch).await, "with its status").0, 403);
     }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn agents_and_planner_have_a_priority_level_of_their_own() {
-    let Some(case) = Case::with_api(1, "real").await else { return };
-    make(Api::<PriorityLevelConfiguration>::all(case.client.clone())).await;
-    make(Api::<FlowSchema>::all(case.client.clone())).await;
-    let levels = Api::<PriorityLevelConfiguration>::all(case.client.clone());
-    let schemas = Api::<FlowSchema>::all(case.client.clone()).list(&Default::default()).await.unwrap();
-    let schemas: BTreeMap<_, _> = schemas.iter().map(|schema| (schema.uid().unwrap(), schema.name_any())).collect();
-    let levels = levels.list(&Default::default()).await.unwrap();
-    let levels: BTreeMap<_, _> = levels.iter().map(|level| (level.uid().unwrap(), level.name_any())).collect();
-    // FlowSchema and priority level by which the API server has served a request.
-    let served = async |client: &Client, request: http::request::Builder| {
-        let request = request.header("Content-Type", "application/json").body(Body::empty()).unwrap();
-        let answer = client.send(request).await.unwrap();
-        let header = |name: &str| answer.headers()[name].to_str().unwrap().to_owned();
-        let (schema, level) = (header("X-Kubernetes-PF-FlowSchema-UID"), header("X-Kubernetes-PF-PriorityLevel-UID"));
-        (schemas[&schema].clone(), levels[&level].clone())
-    };
-    let agent = agent(&case).await;
-    let ours = format!("namespaces/{NAMESPACE}");
-    let (core, kinds) = (format!("/api/v1/{ours}"), format!("/apis/distribute.flux-framework.org/v1alpha1/{ours}"));
-    let leases = format!("/apis/coordination.k8s.io/v1/{ours}/leases");
-    until_true("the API server to know the priority level", async || {
-        served(&agent, Request::get("/version")).await.1 == "flux-distribute"
-    })
-    .await;
-    let cases = [
-        ("flux-distribute", "GET", core.clone()),
-        ("flux-distribute", "GET", format!("{core}/configmaps/flux-roster")),
-        ("flux-distribute", "GET", format!("{kinds}/fluxnodes?fieldSelector=metadata.name%3Dnode1")),
-        ("flux-distribute", "PATCH", format!("{kinds}/fluxnodes/node1/status")),
-        ("flux-distribute", "PATCH", format!("{core}/pods/a/status")),
-        ("flux-distribute-leases", "GET", format!("{leases}/flux-planner")),
-        ("flux-distribute-leases", "PUT", format!("{leases}/flux-planner")),
-        ("flux-distribute-planner", "GET", "/api/v1/nodes".to_owned()),
-        ("flux-distribute-planner", "PATCH", "/api/v1/nodes/node1".to_owned()),
-        ("flux-distribute-planner", "GET", format!("{core}/pods")),
-        ("flux-distribute-planner", "POST", "/api/v1/namespaces/default/pods/a/binding".to_owned()),
-        ("flux-distribute-planner", "POST", "/api/v1/namespaces/default/pods/a/eviction".to_owned()),
-        ("flux-distribute-planner", "GET", "/api/v1/pods?watch=true&timeoutSeconds=1".to_owned()),
-        ("flux-distribute-planner", "GET", "/apis/batch/v1/jobs?watch=true&timeoutSeconds=1".to_owned()),
-        ("flux-distribute-planner", "PUT", format!("{core}/configmaps/flux-roster")),
-        ("flux-distribute-planner", "PATCH", format!("{kinds}/fluxnodes/node1")),
-        ("flux-distribute-planner", "PUT", format!("{kinds}/fluxinstances/flux/status")),
-    ];
-    for (schema, method, path) in cases {
-        let request = Request::builder().method(method).uri(&path);
-        assert_eq!(served(&agent, request).await, (schema.to_owned(), "flux-distribute".to_owned()), "{method} {path}");
-    }
-    // Another account of the same namespace.
-    let other = Request::get(&core)
-        .header("Impersonate-User", format!("system:serviceaccount:{NAMESPACE}:default"))
-        .header("Impersonate-Group", "system:serviceaccounts");
-    let others = ("service-accounts".to_owned(), "workload-low".to_owned());
-    assert_eq!(served(&case.client, other).await, others);
 }

@@ -115,7 +115,7 @@ mod tests {
         assert_eq!(
             known,
             [Some(11), Some(11), None, None],
-            "before the watch tells of our write, after it, and of another one"
+            "the watch is behind our write, tells of it, tells of somebody else's, or knows nothing"
         );
         kept.keep_written(Some(None), Some("2".to_owned()), 12);
         let known = [Some(None), version(2)].map(|version| kept.at(&version).copied());

@@ -483,18 +483,7 @@ impl Planner {
     ) -> Result<(), ApiError> {
         let roster = planned.map(|planned| planned.roster);
         if let Some(roster) = roster {
-            let version = self.versions.of(CONFIGMAP_BROKER);
-            let made_from = (roster.instance_id.clone(), roster.epoch, roster.revision);
-            let known = self.broker_toml.at(&version);
-            if known.is_none_or(|(of, _)| *of != made_from) {
-                let before = match known.cloned() {
-                    Some((_, document)) => Some(document),
-                    None => store::read(&self.client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?,
-                };
-                self.broker_toml.forget();
-                let stored = publish::write_broker_toml(&self.client, roster, before).await?;
-                self.broker_toml.keep_written(version, stored.version.clone(), (made_from, stored));
-            }
+            self.write_broker_toml(roster).await?;
         }
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
@@ -511,6 +500,21 @@ impl Planner {
             }
         }
         self.collect(caches, seen, planned).await;
+        Ok(())
+    }
+
+    /// Writes `broker.toml` if it is not known to be made from this roster.
+    async fn write_broker_toml(&mut self, roster: &Roster) -> Result<(), ApiError> {
+        let version = self.versions.of(CONFIGMAP_BROKER);
+        let made_from = (roster.instance_id.clone(), roster.epoch, roster.revision);
+        let before = match self.broker_toml.at(&version) {
+            Some((of, _)) if *of == made_from => return Ok(()),
+            Some((_, document)) => Some(document.clone()),
+            None => store::read(&self.client, CONFIGMAP_BROKER, CONFIGMAP_BROKER_KEY).await?,
+        };
+        self.broker_toml.forget();
+        let stored = publish::write_broker_toml(&self.client, roster, before).await?;
+        self.broker_toml.keep_written(version, stored.version.clone(), (made_from, stored));
         Ok(())
     }
 
