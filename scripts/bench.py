@@ -191,7 +191,7 @@ def rows_of_counts(counted, profile):
         flat(counted, "cold start: requests of an agent", of_start("requests"), "{:.1f}", "a busy API server turns requests away, and each is made again after a pause"),
         flat(counted, "the same without those that begin a watch", without_watches, "{:.1f}", "the same"),
         not_judged("requests that the API server turned away (429, 503, 504) from the first agent's start to the end of the count, of all agents and planners", lambda one: one["turned_away"], "{:,}"),
-        flat(counted, "cold start: rounds of an agent", of_start("rounds"), "{:.1f}", "a longer start has more rounds that have no other reason than that it was 10 s ago"),
+        flat(counted, "cold start: rounds of an agent", of_start("rounds"), "{:.1f}", "a longer start has more rounds that have no other reason than that it was 10 or 30 s ago"),
         not_judged("of them: began 10 s or more after the one before", of_start("resyncs"), "{:.1f}"),
         flat(counted, "cold start: bytes to an agent, but for the next two rows", other_bytes, "{:,.0f} B"),
         flat(counted, "cold start: bytes of roster and broker.toml to an agent", of_ranks, "{:,.0f} B", "both name all ranks, and a broker reads both at its start; packed from 32 KiB on"),
@@ -282,7 +282,7 @@ def rows_of_agent(found, profile):
         found,
         [
             (f"{what}: RSS (of it anonymous), threads, share of a core", "≤ 15 MiB, ≤ 6, ≤ 0.1 %", size),
-            (f"{what}: processor time for each 10 s, which is one round (of it the host stage); bytes written, requests in all that time", "≤ 5 ms, 0, 0", of_round),
+            (f"{what}: processor time for each 30 s, which is one round (of it the host stage); bytes written, requests in all that time", "≤ 5 ms, 0, 0", of_round),
         ],
     )
 

@@ -15,9 +15,9 @@ NODES = 10
 # The agents of ranks 0 to 3 watch the planner's Lease.
 FIRST_PLAIN_RANK = 4
 TICKS = os.sysconf("SC_CLK_TCK")
-# An agent looks at its host at least this often (RESYNC in crate agent).
-ROUND_EVERY = 10
-SETTLES = 60
+# An agent of a follower looks at its host this often while nothing happens (CALM in crate agent).
+ROUND_EVERY = 30
+SETTLES = 90
 
 
 def of_status(pid, name):

@@ -54,21 +54,26 @@ impl Agent {
         Ok(inputs)
     }
 
-    /// Reports status and readiness.
-    pub async fn report(&mut self, inputs: &NodeInputs, status: Option<&FluxNodeStatus>, readiness: Option<bool>) {
+    /// Reports status and readiness. Returns false if the status could not be written.
+    pub async fn report(
+        &mut self,
+        inputs: &NodeInputs,
+        status: Option<&FluxNodeStatus>,
+        readiness: Option<bool>,
+    ) -> bool {
         if let Some(ready) = readiness {
             self.background.health.set_ready(ready);
         }
         self.metrics.set_node(measured::of_node(inputs), measured::of_lead(inputs));
-        let (Some(node), Some(status)) = (&inputs.flux_node, status) else { return };
+        let (Some(node), Some(status)) = (&inputs.flux_node, status) else { return status.is_none() };
         let mut broker = self.sources.broker.clone();
         let pid = inputs.broker.pid;
         let is_gone = |now: &BrokerState| pid.is_some() && now.pid != pid;
         let own_writes = &self.sources.own_writes;
         tokio::select! {
-            () = self.reporter.try_write(node, status, |written| own_writes.wrote(node, written)) => {}
+            is_written = self.reporter.try_write(node, status, |written| own_writes.wrote(node, written)) => is_written,
             // A broker that dies must not wait for an API server that is away.
-            Ok(_) = broker.wait_for(is_gone) => {}
+            Ok(_) = broker.wait_for(is_gone) => false,
         }
     }
 

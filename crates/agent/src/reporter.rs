@@ -96,11 +96,12 @@ impl Reporter {
     }
 
     /// [`Reporter::write`] for callers that go on without it. A refusal that repeating can't change (by a policy, a role, the schema of
-    /// another version) is logged once, since the status can't show it; all other errors pass by themselves.
-    pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) {
+    /// another version) is logged once, since the status can't show it; all other errors pass by themselves. Returns true if the FluxNode has
+    /// this status.
+    pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
         let Err(error) = self.write(node, next, wrote).await else {
             self.refused = None;
-            return;
+            return true;
         };
         let passes = !error.is_lasting() && !matches!(error.code(), Some(400..=403));
         let error = error_chain(&error);
@@ -110,6 +111,7 @@ impl Reporter {
             warn!(error, "the API server refuses this node's status: what it shows is old");
             self.refused = Some(error);
         }
+        false
     }
 
     /// Deletes the FluxNode, because the host is clean. The planner may write to it at the same moment.

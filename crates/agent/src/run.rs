@@ -169,16 +169,18 @@ async fn round(agent: &mut Agent) -> Duration {
     if let Some(expects) = expects_archives(&inputs, &decision.step) {
         agent.background.serving.expect(expects);
     }
+    let mut is_reported = true;
     if decision.retry.is_some() || !decision.is_urgent(&inputs) {
         let started = agent.memory.starts.started_at();
         inputs.refusal = agent.sources.find_refusal(&agent.reporter, &inputs, started).await;
         decision = decide(&inputs, &agent.memory);
-        agent.report(&inputs, decision.status.as_ref(), decision.readiness).await;
+        is_reported = agent.report(&inputs, decision.status.as_ref(), decision.readiness).await;
     }
     match decision.retry {
         Some(rest) if decision.step.is_rest() => {
             upkeep(agent, &inputs, &decision).await;
-            rest
+            // The next round writes a report that could not be written.
+            if is_reported { rest } else { rest.min(RESYNC) }
         }
         // The report may have taken a part of the pause.
         Some(rest) => rest.saturating_sub(inputs.at.elapsed()),

@@ -111,14 +111,15 @@ pub async fn run(
         metrics: metrics.clone(),
         status_written: None,
     };
-    let (mut complete, mut has_changed) = (false, false);
+    let (mut complete, mut changed) = (false, None);
     loop {
         // Polling the stream is also what fills the stores.
-        if !std::mem::take(&mut has_changed) {
+        if changed.is_none() {
             let _ = timeout(TICK, changes.next()).await;
         }
+        let changed_at = changed.take().unwrap_or_else(Instant::now);
         // When everything is being deleted, the right to write is gone within half a second, so don't gather.
-        let gathered = Instant::now() + if caches.is_over() { Duration::ZERO } else { GATHER };
+        let gathered = changed_at + if caches.is_over() { Duration::ZERO } else { GATHER };
         while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
         complete = complete || caches.are_complete().await;
         if !complete {
@@ -126,7 +127,7 @@ pub async fn run(
         }
         let begun = Instant::now();
         let done;
-        (done, has_changed) = with_changes(&mut changes, planner.once(&caches)).await;
+        (done, changed) = with_changes(&mut changes, planner.once(&caches)).await;
         metrics.planner_round(begun.elapsed());
         match done {
             // A deadline that was moved is in the status, which is written last.
@@ -144,15 +145,18 @@ pub async fn run(
     }
 }
 
-/// Runs a round and takes up changes during it; returns what the round returns, and whether anything has changed. A round may write thousands of
+/// Runs a round and takes up changes during it; returns what the round returns, and when the first change came. A round may write thousands of
 /// FluxNodes: if the stores did not see them until its end, the next round would write them again.
-async fn with_changes<T>(changes: &mut (impl Stream<Item = ()> + Unpin), round: impl Future<Output = T>) -> (T, bool) {
-    let (mut round, mut has_changed) = (pin!(round), false);
+async fn with_changes<T>(
+    changes: &mut (impl Stream<Item = ()> + Unpin),
+    round: impl Future<Output = T>,
+) -> (T, Option<Instant>) {
+    let (mut round, mut changed) = (pin!(round), None);
     loop {
         tokio::select! {
             biased;
-            done = &mut round => return (done, has_changed),
-            Some(()) = changes.next() => has_changed = true,
+            done = &mut round => return (done, changed),
+            Some(()) = changes.next() => changed = changed.or_else(|| Some(Instant::now())),
         }
     }
 }
@@ -583,30 +587,38 @@ impl Planner {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU32;
+
     use futures::stream;
+    use tokio::time::sleep;
 
     use super::*;
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn changes_are_taken_up_during_a_round_and_told_after_it() {
-        for (count, expected) in [(0, false), (1, true), (3, true)] {
-            let taken = AtomicBool::new(count == 0);
-            let changes = stream::iter(1..=count).map(|number| taken.store(number == count, Ordering::Relaxed));
-            let mut changes = changes.chain(stream::pending());
+        let second = Duration::from_secs(1);
+        for count in [0, 1, 3] {
+            let (begin, taken) = (Instant::now(), AtomicU32::new(0));
+            let changes = stream::iter(0..count).then(async |_| {
+                sleep(second).await;
+                taken.fetch_add(1, Ordering::Relaxed);
+            });
+            let mut changes = pin!(changes.chain(stream::pending()));
             // A round that ends only if all of them have been taken up.
             let round = async {
-                while !taken.load(Ordering::Relaxed) {
-                    tokio::task::yield_now().await;
+                while taken.load(Ordering::Relaxed) < count {
+                    sleep(second).await;
                 }
                 "done"
             };
-            assert_eq!(with_changes(&mut changes, round).await, ("done", expected), "{count}");
+            let first = (count > 0).then_some(begin + second);
+            assert_eq!(with_changes(&mut changes, round).await, ("done", first), "{count}");
         }
     }
 
     #[tokio::test]
     async fn a_round_ends_without_changes_and_after_the_last_one() {
-        assert_eq!(with_changes(&mut stream::pending(), async { 7 }).await, (7, false));
-        assert_eq!(with_changes(&mut stream::empty(), tokio::task::yield_now()).await, ((), false));
+        assert_eq!(with_changes(&mut stream::pending(), async { 7 }).await, (7, None));
+        assert_eq!(with_changes(&mut stream::empty(), tokio::task::yield_now()).await, ((), None));
     }
 }

@@ -15,13 +15,20 @@ use std::time::Duration;
 
 use next_step::next_step;
 
-use super::{inputs::node_inputs::NodeInputs, memory::Memory, status::node_status, step::Step};
+use super::{
+    inputs::node_inputs::{Instance, NodeInputs},
+    memory::Memory,
+    status::node_status,
+    step::Step,
+};
 use api::{FluxNodeStatus, Uninstall};
 
-/// A round begins at least this often, even if nothing has changed.
+/// A round begins at least this often, even if nothing has changed, unless one of the next two applies.
 pub const RESYNC: Duration = Duration::from_secs(10);
 /// The same while something is on its way.
 pub const SOON: Duration = Duration::from_secs(1);
+/// The same on a calm node: each round observes the host, which takes processor time from jobs.
+pub const CALM: Duration = Duration::from_secs(30);
 
 /// What one round does.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,8 +54,7 @@ impl Decision {
 pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
     let step = next_step(inputs, memory);
     let retry = if step.is_rest() {
-        let is_on_its_way = inputs.host.broker.is_some() && !inputs.is_online();
-        Some(if is_on_its_way || inputs.packages_unread { SOON } else { RESYNC })
+        Some(rest(inputs, &step))
     } else {
         memory.pause(&step, inputs.generation, inputs.at).map(|pause| pause.min(RESYNC))
     };
@@ -57,6 +63,27 @@ pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
         readiness: node_status::readiness(inputs),
         retry,
         step,
+    }
+}
+
+/// How long to rest after a round without a step to carry out, once its report is written.
+fn rest(inputs: &NodeInputs, step: &Step) -> Duration {
+    let is_on_its_way = inputs.host.broker.is_some() && !inputs.is_online();
+    match () {
+        () if is_on_its_way || inputs.packages_unread => SOON,
+        () if is_calm(inputs, step) => CALM,
+        () => RESYNC,
+    }
+}
+
+/// Nothing is to be done before the agent is told of a change: by the API server, or by the broker.
+fn is_calm(inputs: &NodeInputs, step: &Step) -> bool {
+    let Instance::Here { uid } = &inputs.instance else { return false };
+    match &inputs.host.broker {
+        // The lead's agent looks after the whole instance.
+        Some(broker) => *step == Step::Hold && broker.record.rank != 0 && inputs.broker.is_well(),
+        // The planner has not said yet what it wants of this node.
+        None => inputs.preflight.is_some() && inputs.spec_for(uid).is_none(),
     }
 }
 

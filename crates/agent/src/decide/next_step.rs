@@ -49,7 +49,7 @@ pub fn next_step(inputs: &NodeInputs, memory: &Memory) -> Step {
     if inputs.preflight.is_none() {
         return Step::Preflight;
     }
-    let Some(spec) = inputs.own_spec().filter(|spec| spec.instance_uid.as_ref() == Some(uid)) else {
+    let Some(spec) = inputs.spec_for(uid) else {
         return Step::Wait("waiting for the planner".to_owned());
     };
     if let Some(reason) = &inputs.newer_roster {

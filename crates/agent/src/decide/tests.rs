@@ -754,7 +754,7 @@ fn a_decision_holds_step_report_and_pause() {
 
     world.host.broker = Some(broker(1, 1));
     let held = decide(&world.inputs(), &memory);
-    assert_eq!((held.step, held.readiness, held.retry), (Step::Hold, Some(true), Some(super::RESYNC)));
+    assert_eq!((held.step, held.readiness, held.retry), (Step::Hold, Some(true), Some(super::CALM)));
 
     world.is_up = false;
     let coming_up = decide(&world.inputs(), &memory);
@@ -767,4 +767,49 @@ fn a_decision_holds_step_report_and_pause() {
         (None, Some(false)),
         "another machine's FluxNode is not ours to write"
     );
+}
+
+#[test]
+fn an_agent_rests_for_long_only_while_it_will_be_told_what_is_to_be_done() {
+    type Change = fn(&mut World);
+    for (what, change, expected) in [
+        ("a follower's broker is online", (|_| {}) as Change, super::CALM),
+        ("it comes up", |world| world.is_up = false, super::SOON),
+        ("it does not answer", |world| world.silent = Duration::from_secs(1), super::RESYNC),
+        ("the lead does not answer it", |world| world.unheard = Duration::from_secs(1), super::RESYNC),
+        ("it leaves", |world| world.leaving = Duration::from_secs(1), super::RESYNC),
+        ("its host has lost the socket", |world| world.host.socket_lost = true, super::RESYNC),
+        ("the planner has said nothing yet", before_the_first_word, super::CALM),
+        (
+            "it has no use for the node, which may change",
+            |world| {
+                world.host.broker = None;
+                world.spec.as_mut().unwrap().want = Want::Nothing;
+            },
+            super::RESYNC,
+        ),
+        (
+            "the lead's broker is online",
+            |world| {
+                world.host.broker = Some(broker(0, 1));
+                let spec = world.spec.as_mut().unwrap();
+                (spec.node_name, spec.rank, spec.node_uid) = ("node1".into(), Some(0), Some("uid-node1".into()));
+                (world.node_uid, world.applied) = (Some("uid-node1"), applied(1));
+            },
+            super::RESYNC,
+        ),
+        ("there is no instance", |world| (world.instance, world.spec) = ("", None), super::RESYNC),
+    ] {
+        let mut world = World::new();
+        world.host.broker = Some(broker(1, 1));
+        change(&mut world);
+        assert_eq!(decide(&world.inputs(), &Memory::default()).retry, Some(expected), "{what}");
+    }
+}
+
+/// No broker runs, and the planner has not written the FluxNode.
+fn before_the_first_word(world: &mut World) {
+    world.host = HostView::default();
+    let own = world.spec.as_ref().unwrap().node_name.clone();
+    world.spec = Some(FluxNodeSpec { node_name: own, ..FluxNodeSpec::default() });
 }

@@ -100,6 +100,11 @@ impl BrokerState {
         since(self.silent_since, now)
     }
 
+    /// This broker and the lead answer, and this broker stays: nothing depends on how long something has been wrong.
+    pub fn is_well(&self) -> bool {
+        [self.silent_since, self.lead_unreachable_since, self.leaving_since].iter().all(Option::is_none)
+    }
+
     /// How long no scheduler has been online.
     pub fn scheduler_offline_for(&self, now: Instant) -> Duration {
         since(self.scheduler_offline_since, now)

@@ -103,6 +103,11 @@ impl NodeInputs {
         self.flux_node.as_ref().and_then(own_spec)
     }
 
+    /// What the planner wants of this node in the FluxInstance of this uid; None if it has not said that yet.
+    pub fn spec_for(&self, instance_uid: &str) -> Option<&FluxNodeSpec> {
+        self.own_spec().filter(|spec| spec.instance_uid.as_deref() == Some(instance_uid))
+    }
+
     /// The rank that FluxNode and roster both give to this node.
     pub fn assignment(&self) -> Option<Assignment> {
         agreed(self.own_spec()?, self.roster.as_ref()?)
