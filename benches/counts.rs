@@ -46,7 +46,7 @@ use tower::{BoxError, Layer, ServiceExt, util::option_layer};
 
 /// How often a kubelet writes its Node's status, on clouds that set it so.
 const HEARTBEAT: Duration = Duration::from_secs(10);
-/// In how many groups they do, one after the other: each kubelet began at a time of its own.
+/// The played kubelets write in at most this many groups, one after the other: real ones don't all write in the same moment.
 const GROUPS: usize = 100;
 /// The statuses by which the API server turns a request away that it has no time for.
 const TURNED_AWAY: [StatusCode; 3] =
@@ -85,7 +85,7 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     let begin = Instant::now();
     let kubelets = tokio::spawn(async move {
         let groups: Vec<_> = names.chunks(names.len().div_ceil(GROUPS)).collect();
-        let mut next = interval(HEARTBEAT / groups.len() as u32);
+        let mut next = interval(HEARTBEAT / u32::try_from(groups.len()).unwrap());
         for group in groups.iter().cycle() {
             next.tick().await;
             let written = heartbeat(&admin, group.iter().map(String::as_str)).await;

@@ -55,8 +55,6 @@ const JOINS: u32 = 11;
 const SETTLES: Duration = Duration::from_secs(2);
 /// How long each phase is in which nothing happens.
 const IDLE: Duration = Duration::from_secs(20);
-/// The planner gathers changes for this long, before anything else (`GATHER` in crate `planner`).
-const GATHER: Duration = Duration::from_millis(100);
 
 fn main() {
     let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench").collect::<Vec<_>>();
@@ -288,7 +286,7 @@ async fn measure(nodes: u32) {
     let ((rounds, secs), mut joins) = (planner.rounds(), Vec::new());
     for number in nodes..nodes + JOINS {
         let join = time_join(&client, &node_name(number), agents.begin(number)).await;
-        joins.push(join.saturating_sub(GATHER).as_secs_f64());
+        joins.push(join.as_secs_f64());
         sleep(SETTLES).await;
     }
     let (rounds_then, secs_then) = planner.rounds();

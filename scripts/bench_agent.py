@@ -15,9 +15,10 @@ NODES = 10
 # The agents of ranks 0 to 3 watch the planner's Lease.
 FIRST_PLAIN_RANK = 4
 TICKS = os.sysconf("SC_CLK_TCK")
-# An agent of a follower looks at its host this often while nothing happens (CALM in crate agent).
+# A follower's agent looks at its host this often while nothing happens (CALM in crate agent).
 ROUND_EVERY = 30
-SETTLES = 90
+# The first check of installed files begins within 90 s (FIRST, FIRST_SPREAD and CALM in crate agent), and ends meanwhile.
+SETTLES = 120
 
 
 def of_status(pid, name):
@@ -62,7 +63,6 @@ def measure(seconds, place):
     cluster = Cluster(place, {"maxSize": 64}, NODES)
     try:
         until("all nodes", lambda: count_nodes(cluster, "up") == NODES)
-        # What has just begun ends meanwhile, and installed files are checked for the first time.
         time.sleep(SETTLES)
         nodes = json.loads(cluster.local("status", "-o", "json"))
         plain = [node["agentPid"] for node in nodes if node["rank"] >= FIRST_PLAIN_RANK and not is_planner(node["agentPid"])]

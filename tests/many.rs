@@ -32,9 +32,9 @@ use tower::ServiceExt;
 const NODES: [u32; 2] = [20, 200];
 /// How much more a plain agent may cost among many.
 const FLAT: f64 = 1.3;
-/// Five times an agent's longest pause between two rounds: by then, what began at the start is over.
-const SETTLES: Duration = Duration::from_secs(50);
-/// In this time, a fifth of all agents have a round for no other reason than that it was ten seconds ago.
+/// Five times an agent's longest rest between two rounds: by then, what began at the start is over.
+const SETTLES: Duration = Duration::from_secs(150);
+/// In this time, a fifteenth of all agents have a round for no other reason than that they have rested for thirty seconds.
 const MOMENT: Duration = Duration::from_secs(2);
 /// Long enough for each watch to end and begin again.
 const IDLE: Duration = Duration::from_mins(5);
@@ -146,7 +146,7 @@ fn what_an_agent_costs_does_not_grow_with_the_number_of_nodes() {
         ("rounds at the start", |counted| (&counted.start, |cost| cost.rounds), 15.0),
         ("bytes at the start", |counted| (&counted.start, |cost| bytes_without(&cost.own, &OF_ALL)), 30_000.0),
         ("requests in five idle minutes", |counted| (&counted.idle, Cost::requests), 5.0),
-        ("rounds in five idle minutes", |counted| (&counted.idle, |cost| cost.rounds), 31.0),
+        ("rounds in five idle minutes", |counted| (&counted.idle, |cost| cost.rounds), 11.0),
         ("bytes in five idle minutes", |counted| (&counted.idle, Cost::bytes), 2000.0),
     ] {
         let [few, many] = [&few, &many].map(|counted| {
@@ -179,7 +179,7 @@ fn only_those_concerned_wake(counted: &Counted) {
     ] {
         let cost = [sum(costs, Cost::requests), sum(costs, Cost::events), sum(costs, |cost| cost.rounds)];
         assert!(cost[0] <= concerned && cost[1] <= events, "{what} among {nodes}: {cost:?}");
-        assert!(cost[2] <= u64::from(nodes / 2), "{what} among {nodes} wakes others: {cost:?}");
+        assert!(cost[2] <= u64::from(nodes / 4), "{what} among {nodes} wakes others: {cost:?}");
     }
     for cost in counted.plain(&counted.each_node) {
         assert_eq!((cost.requests(), cost.events()), (1, 2), "each writes its own report: {cost:?}");

@@ -54,7 +54,7 @@ impl Agent {
         Ok(inputs)
     }
 
-    /// Reports status and readiness. Returns false if the status could not be written.
+    /// Reports status and readiness. Returns false if there is a status and it could not be written.
     pub async fn report(
         &mut self,
         inputs: &NodeInputs,
@@ -65,7 +65,7 @@ impl Agent {
             self.background.health.set_ready(ready);
         }
         self.metrics.set_node(measured::of_node(inputs), measured::of_lead(inputs));
-        let (Some(node), Some(status)) = (&inputs.flux_node, status) else { return status.is_none() };
+        let (Some(node), Some(status)) = (&inputs.flux_node, status) else { return true };
         let mut broker = self.sources.broker.clone();
         let pid = inputs.broker.pid;
         let is_gone = |now: &BrokerState| pid.is_some() && now.pid != pid;

@@ -68,7 +68,8 @@ impl Reporter {
     }
 
     /// Writes the status if it differs from that of `node`, and an Event if the phase changed, or the message of a node that failed or
-    /// is being cleaned. `wrote` gets the FluxNode as it is after the write.
+    /// is being cleaned. `wrote` gets the FluxNode as it is after the write. Returns true if it has this status then: an older definition drops
+    /// what it does not know.
     ///
     /// # Errors
     /// The API call failed.
@@ -77,31 +78,35 @@ impl Reporter {
         node: &FluxNode,
         next: &FluxNodeStatus,
         wrote: impl FnOnce(FluxNode),
-    ) -> Result<(), ApiError> {
+    ) -> Result<bool, ApiError> {
         let before = node.status.clone().unwrap_or_default();
         if node.status.as_ref() == Some(next) {
-            return Ok(());
+            return Ok(true);
         }
         let change = merge_patch(&json!(before), &json!(next));
         let (params, patch) = (patch_params(), Patch::Merge(json!({"status": change})));
         let written = self.nodes.patch_status(&self.name, &params, &patch);
-        wrote(call(format!("status of FluxNode {}", self.name), written).await?);
+        let written = call(format!("status of FluxNode {}", self.name), written).await?;
+        let is_whole = written.status.as_ref() == Some(next);
+        wrote(written);
         let failed = next.phase == NodePhase::Failed;
         let waits = failed || next.phase == NodePhase::Removing;
         if before.phase != next.phase || (waits && next.message.is_some() && before.message != next.message) {
             let note = next.message.clone().unwrap_or_else(|| format!("{:?}", next.phase));
             self.announcer.say(&node.object_ref(&()), failed, &format!("{:?}", next.phase), &note).await;
         }
-        Ok(())
+        Ok(is_whole)
     }
 
-    /// [`Reporter::write`] for callers that go on without it. A refusal that repeating can't change (by a policy, a role, the schema of
-    /// another version) is logged once, since the status can't show it; all other errors pass by themselves. Returns true if the FluxNode has
-    /// this status.
+    /// [`Reporter::write`] for callers that go on without it. Returns true if the FluxNode has this status. A refusal that repeating can't change (by a policy, a role, the schema of
+    /// another version) is logged once, since the status can't show it; all other errors pass by themselves.
     pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
-        let Err(error) = self.write(node, next, wrote).await else {
-            self.refused = None;
-            return true;
+        let error = match self.write(node, next, wrote).await {
+            Ok(is_whole) => {
+                self.refused = None;
+                return is_whole;
+            }
+            Err(error) => error,
         };
         let passes = !error.is_lasting() && !matches!(error.code(), Some(400..=403));
         let error = error_chain(&error);

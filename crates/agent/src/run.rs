@@ -164,22 +164,22 @@ async fn round(agent: &mut Agent) -> Duration {
     };
     agent.background.serve_pods(&agent.ops, &inputs);
     agent.remember_uninstall(&inputs).await;
-    let mut decision = decide(&inputs, &agent.memory);
+    let decision = decide(&inputs, &agent.memory);
     // Before the report: once the planner reads it, it sends other nodes here.
     if let Some(expects) = expects_archives(&inputs, &decision.step) {
         agent.background.serving.expect(expects);
     }
-    let mut is_reported = true;
-    if decision.retry.is_some() || !decision.is_urgent(&inputs) {
-        let started = agent.memory.starts.started_at();
-        inputs.refusal = agent.sources.find_refusal(&agent.reporter, &inputs, started).await;
-        decision = decide(&inputs, &agent.memory);
-        is_reported = agent.report(&inputs, decision.status.as_ref(), decision.readiness).await;
+    if decision.retry.is_none() && decision.is_urgent(&inputs) {
+        return carry_out(agent, &inputs, &decision.step).await;
     }
+    let started = agent.memory.starts.started_at();
+    inputs.refusal = agent.sources.find_refusal(&agent.reporter, &inputs, started).await;
+    let decision = decide(&inputs, &agent.memory);
+    let is_reported = agent.report(&inputs, decision.status.as_ref(), decision.readiness).await;
     match decision.retry {
         Some(rest) if decision.step.is_rest() => {
             upkeep(agent, &inputs, &decision).await;
-            // The next round writes a report that could not be written.
+            // Only the next round writes the report again.
             if is_reported { rest } else { rest.min(RESYNC) }
         }
         // The report may have taken a part of the pause.

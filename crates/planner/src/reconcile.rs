@@ -56,9 +56,11 @@ use model::{
     validate,
 };
 
-/// How long the planner gathers changes, so that a burst of joins becomes one revision. Later joins are gathered by the
+/// How long the planner gathers changes from the first one on, also if that came during a round, so that a burst of joins becomes one revision. Later joins are gathered by the
 /// lead: after a live change it applies the newest roster, however many revisions that is ahead.
 const GATHER: Duration = Duration::from_millis(100);
+/// How long it gathers at least: until what it has just written itself is in its stores, so that it does not write that again.
+const LEAST_GATHER: Duration = Duration::from_millis(20);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
 /// Pause for each member between two writes of the FluxInstance's status that change only counts: the API server sends each write to every agent, so
@@ -111,15 +113,20 @@ pub async fn run(
         metrics: metrics.clone(),
         status_written: None,
     };
-    let (mut complete, mut changed) = (false, None);
+    let (mut complete, mut first_change) = (false, None::<Instant>);
     loop {
         // Polling the stream is also what fills the stores.
-        if changed.is_none() {
+        if first_change.is_none() {
             let _ = timeout(TICK, changes.next()).await;
         }
-        let changed_at = changed.take().unwrap_or_else(Instant::now);
-        // When everything is being deleted, the right to write is gone within half a second, so don't gather.
-        let gathered = changed_at + if caches.is_over() { Duration::ZERO } else { GATHER };
+        let now = Instant::now();
+        let gathered = match first_change.take() {
+            // When everything is being deleted, the right to write is gone within half a second, so don't gather.
+            _ if caches.is_over() => now,
+            // It has waited for the end of the last round already.
+            Some(first) => (first + GATHER).max(now + LEAST_GATHER),
+            None => now + GATHER,
+        };
         while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
         complete = complete || caches.are_complete().await;
         if !complete {
@@ -127,7 +134,7 @@ pub async fn run(
         }
         let begun = Instant::now();
         let done;
-        (done, changed) = with_changes(&mut changes, planner.once(&caches)).await;
+        (done, first_change) = with_changes(&mut changes, planner.once(&caches)).await;
         metrics.planner_round(begun.elapsed());
         match done {
             // A deadline that was moved is in the status, which is written last.
@@ -145,18 +152,18 @@ pub async fn run(
     }
 }
 
-/// Runs a round and takes up changes during it; returns what the round returns, and when the first change came. A round may write thousands of
+/// Runs a round and takes up changes during it; returns what the round returns, and when the first change came, if any did. A round may write thousands of
 /// FluxNodes: if the stores did not see them until its end, the next round would write them again.
 async fn with_changes<T>(
     changes: &mut (impl Stream<Item = ()> + Unpin),
     round: impl Future<Output = T>,
 ) -> (T, Option<Instant>) {
-    let (mut round, mut changed) = (pin!(round), None);
+    let (mut round, mut first_change) = (pin!(round), None);
     loop {
         tokio::select! {
             biased;
-            done = &mut round => return (done, changed),
-            Some(()) = changes.next() => changed = changed.or_else(|| Some(Instant::now())),
+            done = &mut round => return (done, first_change),
+            Some(()) = changes.next() => first_change = first_change.or_else(|| Some(Instant::now())),
         }
     }
 }
@@ -595,7 +602,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn changes_are_taken_up_during_a_round_and_told_after_it() {
+    async fn a_round_takes_up_changes_and_tells_when_the_first_one_came() {
         let second = Duration::from_secs(1);
         for count in [0, 1, 3] {
             let (begin, taken) = (Instant::now(), AtomicU32::new(0));

@@ -33,8 +33,9 @@ use super::objects::{self, CORES};
 /// Nothing can be made there, so agents leave the machine that they are played on as it is.
 const PREFIX: &str = "/proc/flux-distribute";
 
-/// An agent's longest pause between two rounds (`RESYNC` in crate `agent`), but for what a timer may be early.
-const RESYNC: Duration = Duration::from_millis(9990);
+/// A round that begins this long after the one before may have no other reason: an agent rests for 10 s or 30 s (`RESYNC` and `CALM` in crate
+/// `agent`), and a timer may be 10 ms early.
+const LONG: Duration = Duration::from_millis(9990);
 
 /// What all hosts share: the brokers' overlay.
 pub struct PlayedFlux {
@@ -107,7 +108,7 @@ impl PlayedHost {
         self.observations.fetch_add(1, Ordering::Relaxed);
         let (last, resyncs) = &mut *self.seen.lock().unwrap();
         let before = last.replace(Instant::now());
-        *resyncs += u64::from(before.is_some_and(|before| before.elapsed() >= RESYNC));
+        *resyncs += u64::from(before.is_some_and(|before| before.elapsed() >= LONG));
     }
 
     /// The rank of the broker that runs here.

@@ -54,7 +54,8 @@ pub struct Cost {
     pub planner: Counts,
     /// How many rounds it had: each observes its host once.
     pub rounds: u64,
-    /// How many of them began ten seconds and more after the one before: for no other reason than that, or because the machine was busy.
+    /// How many of them began ten seconds and more after the one before: the agent rested, the machine was busy, or something happened after a
+    /// quiet while.
     pub resyncs: u64,
 }
 

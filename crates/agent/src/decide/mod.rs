@@ -23,11 +23,11 @@ use super::{
 };
 use api::{FluxNodeStatus, Uninstall};
 
-/// A round begins at least this often, even if nothing has changed, unless one of the next two applies.
+/// The longest rest between two rounds, except for [`CALM`].
 pub const RESYNC: Duration = Duration::from_secs(10);
-/// The same while something is on its way.
+/// The rest while something is on its way.
 pub const SOON: Duration = Duration::from_secs(1);
-/// The same on a calm node: each round observes the host, which takes processor time from jobs.
+/// The rest while this agent will be told of whatever is urgent: each round observes the host, which takes processor time from jobs.
 pub const CALM: Duration = Duration::from_secs(30);
 
 /// What one round does.
@@ -66,7 +66,7 @@ pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
     }
 }
 
-/// How long to rest after a round without a step to carry out, once its report is written.
+/// How long to rest after a round without a step to carry out. If its report could not be written, the caller rests for [`RESYNC`] at most.
 fn rest(inputs: &NodeInputs, step: &Step) -> Duration {
     let is_on_its_way = inputs.host.broker.is_some() && !inputs.is_online();
     match () {
@@ -76,14 +76,24 @@ fn rest(inputs: &NodeInputs, step: &Step) -> Duration {
     }
 }
 
-/// Nothing is to be done before the agent is told of a change: by the API server, or by the broker.
+/// True if the API server or the broker will tell this agent of whatever is urgent here. The rest is upkeep, and what others do to the host's files:
+/// both may wait for [`CALM`].
 fn is_calm(inputs: &NodeInputs, step: &Step) -> bool {
     let Instance::Here { uid } = &inputs.instance else { return false };
     match &inputs.host.broker {
-        // The lead's agent looks after the whole instance.
-        Some(broker) => *step == Step::Hold && broker.record.rank != 0 && inputs.broker.is_well(),
-        // The planner has not said yet what it wants of this node.
-        None => inputs.preflight.is_some() && inputs.spec_for(uid).is_none(),
+        Some(_) => {
+            // Scheduler, queues and the other nodes' brokers depend on what the lead's agent sees in time.
+            let is_follower = inputs.assignment().is_some_and(|own| own.rank != 0);
+            // Resources count once they have been observed twice.
+            let is_as_known = inputs.preflight.as_ref().is_some_and(|known| known.resources == inputs.host.resources);
+            let is_well = inputs.broker.is_well() && inputs.damage.is_none() && is_as_known;
+            *step == Step::Hold && is_follower && is_well
+        }
+        // The planner has not said yet what it wants of this node. Without a FluxNode it can't, and the next round creates that.
+        None => {
+            let can_be_told = inputs.flux_node.is_some() && inputs.host.unknown.is_none();
+            can_be_told && inputs.preflight.is_some() && inputs.spec_for(uid).is_none()
+        }
     }
 }
 

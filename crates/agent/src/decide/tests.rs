@@ -50,6 +50,7 @@ impl World {
     /// node2, rank 1, wanted to run, installed.
     fn new() -> Self {
         let roster = roster(4, &[("node1", 2), ("node2", 2)]);
+        let preflight = inputs().preflight;
         Self {
             instance: "instance",
             spec: Some(FluxNodeSpec {
@@ -67,9 +68,10 @@ impl World {
             host: HostView {
                 state: Some(HostState { instance_uid: "instance".into(), ..Default::default() }),
                 environments: vec!["digest".into()],
+                resources: preflight.as_ref().unwrap().resources,
                 ..Default::default()
             },
-            preflight: inputs().preflight,
+            preflight,
             published: Some("digest"),
             applied: None,
             told: None,
@@ -770,18 +772,28 @@ fn a_decision_holds_step_report_and_pause() {
 }
 
 #[test]
-fn an_agent_rests_for_long_only_while_it_will_be_told_what_is_to_be_done() {
+fn an_agent_rests_for_thirty_seconds_only_if_it_will_hear_what_to_do() {
     type Change = fn(&mut World);
     for (what, change, expected) in [
         ("a follower's broker is online", (|_| {}) as Change, super::CALM),
-        ("it comes up", |world| world.is_up = false, super::SOON),
-        ("it does not answer", |world| world.silent = Duration::from_secs(1), super::RESYNC),
-        ("the lead does not answer it", |world| world.unheard = Duration::from_secs(1), super::RESYNC),
-        ("it leaves", |world| world.leaving = Duration::from_secs(1), super::RESYNC),
-        ("its host has lost the socket", |world| world.host.socket_lost = true, super::RESYNC),
-        ("the planner has said nothing yet", before_the_first_word, super::CALM),
+        ("the broker comes up", |world| world.is_up = false, super::SOON),
+        ("the broker does not answer", |world| world.silent = Duration::from_secs(1), super::RESYNC),
+        ("the lead does not answer the broker", |world| world.unheard = Duration::from_secs(1), super::RESYNC),
+        ("the broker leaves", |world| world.leaving = Duration::from_secs(1), super::RESYNC),
+        ("the host has lost the broker's socket", |world| world.host.socket_lost = true, super::RESYNC),
+        ("another GPU was observed once", |world| world.host.resources.gpus += 1, super::RESYNC),
+        ("the planner has said nothing yet", before_the_planner, super::CALM),
+        ("there is no FluxNode", |world| (world.host, world.spec) = (HostView::default(), None), super::RESYNC),
         (
-            "it has no use for the node, which may change",
+            "a broker of an unknown instance runs",
+            |world| {
+                before_the_planner(world);
+                world.host.unknown = Some("a broker runs".into());
+            },
+            super::RESYNC,
+        ),
+        (
+            "the planner has no use for the node",
             |world| {
                 world.host.broker = None;
                 world.spec.as_mut().unwrap().want = Want::Nothing;
@@ -798,7 +810,7 @@ fn an_agent_rests_for_long_only_while_it_will_be_told_what_is_to_be_done() {
             },
             super::RESYNC,
         ),
-        ("there is no instance", |world| (world.instance, world.spec) = ("", None), super::RESYNC),
+        ("the API server has not answered yet", |world| (world.instance, world.spec) = ("", None), super::RESYNC),
     ] {
         let mut world = World::new();
         world.host.broker = Some(broker(1, 1));
@@ -807,8 +819,8 @@ fn an_agent_rests_for_long_only_while_it_will_be_told_what_is_to_be_done() {
     }
 }
 
-/// No broker runs, and the planner has not written the FluxNode.
-fn before_the_first_word(world: &mut World) {
+/// No broker runs, and the planner has not written the FluxNode's spec.
+fn before_the_planner(world: &mut World) {
     world.host = HostView::default();
     let own = world.spec.as_ref().unwrap().node_name.clone();
     world.spec = Some(FluxNodeSpec { node_name: own, ..FluxNodeSpec::default() });

@@ -100,7 +100,8 @@ impl BrokerState {
         since(self.silent_since, now)
     }
 
-    /// This broker and the lead answer, and this broker stays: nothing depends on how long something has been wrong.
+    /// True if this broker answers, the lead answers it and counts it as online, and it is not shutting down. Then no limit on such trouble can
+    /// pass before this state changes.
     pub fn is_well(&self) -> bool {
         [self.silent_since, self.lead_unreachable_since, self.leaving_since].iter().all(Option::is_none)
     }
