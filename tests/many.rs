@@ -32,8 +32,8 @@ use tower::ServiceExt;
 const NODES: [u32; 2] = [20, 200];
 /// How much more a plain agent may cost among many.
 const FLAT: f64 = 1.3;
-/// Five times an agent's longest rest between two rounds: by then, what began at the start is over.
-const SETTLES: Duration = Duration::from_secs(150);
+/// Twice an agent's longest rest between two rounds: by then, what began at the start is over.
+const SETTLES: Duration = Duration::from_mins(1);
 /// In this time, a fifteenth of all agents have a round for no other reason than that they have rested for thirty seconds.
 const MOMENT: Duration = Duration::from_secs(2);
 /// Long enough for each watch to end and begin again.
