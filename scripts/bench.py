@@ -7,7 +7,7 @@
 NODES="10 100 1000": numbers of nodes; these are the default, as far as this machine's memory allows it. Each takes up to 6 MiB.
 SECONDS_IDLE=300: how long to count once all are online; each watch begins anew within 290 s.
 PLANNED=5000: nodes of the bench of the planner alone.
-SECONDS_AGENT=180: how long to count idle agents.
+SECONDS_AGENT=150: how long to count idle agents.
 TURNS=6: joins, starts and epochs of local nodes.
 ONLY="counts planner": these parts alone, of counts, planner, pure, account, agent, waits, sizes; the others' rows say so.
 BENCH_PROFILE=dev: build without optimisation. Counts hold then, and times are not judged.
@@ -491,7 +491,7 @@ def measure():
     result["not_counted"] = lacking("counts", "api")
     result["asked"] = [] if result["not_counted"] else numbers_of_nodes()
     # An idle agent alone on the machine: others would cost it time.
-    result["agent"] = lacking("agent", "flux", "root") or on_local_nodes(built, "bench_agent.py", os.environ.get("SECONDS_AGENT", "180"))
+    result["agent"] = lacking("agent", "flux", "root") or on_local_nodes(built, "bench_agent.py", os.environ.get("SECONDS_AGENT", "150"))
     counting = lambda nodes: objects(run(built["counts"], os.environ.get("SECONDS_IDLE", "300"), nodes, seconds=1500 if nodes <= LARGEST else 7200))
     # The small ones at the same time: they mostly wait. Their times are not judged.
     with concurrent.futures.ThreadPoolExecutor() as pool:
