@@ -17,8 +17,8 @@ FIRST_PLAIN_RANK = 4
 TICKS = os.sysconf("SC_CLK_TCK")
 # A follower's agent looks at its host this often while nothing happens (CALM in crate agent).
 ROUND_EVERY = 30
-# The first check of installed files begins within 90 s (FIRST, FIRST_SPREAD and CALM in crate agent), and ends meanwhile. After 290 s each watch begins
-# anew: SECONDS end before that.
+# By then the first check of installed files is over: it begins within 90 s (FIRST, FIRST_SPREAD and CALM in crate agent). After 290 s each watch begins
+# anew, which costs requests: choose SECONDS so that it ends before that.
 SETTLES = 100
 
 

@@ -54,7 +54,7 @@ impl Agent {
         Ok(inputs)
     }
 
-    /// Reports status and readiness. Returns false if there is a status and it could not be written.
+    /// Reports status and readiness. Returns false if the FluxNode does not show all of `status` afterwards, so that another round has to write it.
     pub async fn report(
         &mut self,
         inputs: &NodeInputs,
@@ -71,7 +71,7 @@ impl Agent {
         let is_gone = |now: &BrokerState| pid.is_some() && now.pid != pid;
         let own_writes = &self.sources.own_writes;
         tokio::select! {
-            is_written = self.reporter.try_write(node, status, |written| own_writes.wrote(node, written)) => is_written,
+            is_reported = self.reporter.try_write(node, status, |written| own_writes.wrote(node, written)) => is_reported,
             // A broker that dies must not wait for an API server that is away.
             Ok(_) = broker.wait_for(is_gone) => false,
         }

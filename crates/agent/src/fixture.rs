@@ -113,6 +113,7 @@ pub fn inputs() -> NodeInputs {
         newer_roster: None,
         roster_is_gone: false,
         published: vec!["digest".into()],
+        is_behind: false,
         packages_unread: false,
         held_archives: Vec::new(),
         host: HostView {

@@ -68,8 +68,8 @@ impl Reporter {
     }
 
     /// Writes the status if it differs from that of `node`, and an Event if the phase changed, or the message of a node that failed or
-    /// is being cleaned. `wrote` gets the FluxNode as it is after the write. Returns true if it has this status then: an older definition drops
-    /// what it does not know.
+    /// is being cleaned. `wrote` gets the FluxNode as it is after the write. Returns true if the FluxNode shows all of `next` afterwards: an
+    /// older CustomResourceDefinition drops fields that it does not know.
     ///
     /// # Errors
     /// The API call failed.
@@ -87,7 +87,7 @@ impl Reporter {
         let (params, patch) = (patch_params(), Patch::Merge(json!({"status": change})));
         let written = self.nodes.patch_status(&self.name, &params, &patch);
         let written = call(format!("status of FluxNode {}", self.name), written).await?;
-        let is_whole = written.status.as_ref() == Some(next);
+        let is_reported = written.status.as_ref() == Some(next);
         wrote(written);
         let failed = next.phase == NodePhase::Failed;
         let waits = failed || next.phase == NodePhase::Removing;
@@ -95,16 +95,16 @@ impl Reporter {
             let note = next.message.clone().unwrap_or_else(|| format!("{:?}", next.phase));
             self.announcer.say(&node.object_ref(&()), failed, &format!("{:?}", next.phase), &note).await;
         }
-        Ok(is_whole)
+        Ok(is_reported)
     }
 
-    /// [`Reporter::write`] for callers that go on without it. Returns true if the FluxNode has this status. A refusal that repeating can't change (by a policy, a role, the schema of
-    /// another version) is logged once, since the status can't show it; all other errors pass by themselves.
+    /// [`Reporter::write`] for callers that go on without it; false if it failed. A refusal that repeating can't change (by a policy, a role,
+    /// the schema of another version) is logged once, since the status can't show it; all other errors pass by themselves.
     pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
         let error = match self.write(node, next, wrote).await {
-            Ok(is_whole) => {
+            Ok(is_reported) => {
                 self.refused = None;
-                return is_whole;
+                return is_reported;
             }
             Err(error) => error,
         };
@@ -142,5 +142,35 @@ impl Reporter {
     /// The API call failed.
     pub async fn of(&self, name: &str) -> Result<Option<FluxNode>, ApiError> {
         call(format!("get FluxNode {name}"), self.nodes.get_opt(name)).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::{Request, Response};
+    use kube::client::Body;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_status_is_reported_only_if_the_fluxnode_shows_all_of_it() {
+        let next = FluxNodeStatus { message: Some("a word".to_owned()), ..FluxNodeStatus::default() };
+        let node = |status: Option<&FluxNodeStatus>| FluxNode {
+            status: status.cloned(),
+            ..FluxNode::new("node1", FluxNodeSpec::default())
+        };
+        for (what, code, answer, expected) in [
+            ("it was written", 200, json!(node(Some(&next))), true),
+            ("an older definition has dropped a field", 200, json!(node(Some(&FluxNodeStatus::default()))), false),
+            ("the API server failed", 500, json!({"code": 500, "reason": "InternalError", "message": "no"}), false),
+        ] {
+            let service = tower::service_fn(move |_: Request<Body>| {
+                let answer = answer.to_string().into_bytes();
+                async move { Response::builder().status(code).body(Body::from(answer)) }
+            });
+            let mut reporter = Reporter::new(Client::new(service, NAMESPACE), "node1".to_owned(), "pod");
+            assert_eq!(reporter.try_write(&node(None), &next, drop).await, expected, "{what}");
+            assert!(reporter.try_write(&node(Some(&next)), &next, drop).await, "there is nothing to write");
+        }
     }
 }

@@ -179,8 +179,8 @@ async fn round(agent: &mut Agent) -> Duration {
     match decision.retry {
         Some(rest) if decision.step.is_rest() => {
             upkeep(agent, &inputs, &decision).await;
-            // Only the next round writes the report again.
-            if is_reported { rest } else { rest.min(RESYNC) }
+            // Only the next round writes the report again, and takes in what upkeep finds.
+            if is_reported && !agent.background.is_at_work(&inputs) { rest } else { rest.min(RESYNC) }
         }
         // The report may have taken a part of the pause.
         Some(rest) => rest.saturating_sub(inputs.at.elapsed()),

@@ -34,7 +34,7 @@ pub const SHUT_DOWN_MESSAGE: &str = "an administrator has shut the instance down
                              distribute.flux-framework.org/restart=\"$(date +%s)\"`";
 
 /// Message while the certificate's Secret is gone and brokers may still use the certificate that was in it.
-pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after a minute another \
+pub const CERTIFICATE_IS_GONE: &str = "Secret flux-curve is gone: the lead's agent brings it back, or after one to two minutes another \
                                        member's agent that has the same certificate; if no host has it any more, put it back";
 
 /// The types of the conditions that the planner writes, in the order of the values that [`status`](super::status::status) gives them.

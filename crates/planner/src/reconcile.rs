@@ -56,10 +56,10 @@ use model::{
     validate,
 };
 
-/// How long the planner gathers changes from the first one on, also if that came during a round, so that a burst of joins becomes one revision. Later joins are gathered by the
-/// lead: after a live change it applies the newest roster, however many revisions that is ahead.
+/// The planner gathers changes for this long after the first one, which may have come during a round: a burst of joins becomes one revision.
+/// Later joins are gathered by the lead: after a live change it applies the newest roster, however many revisions that is ahead.
 const GATHER: Duration = Duration::from_millis(100);
-/// How long it gathers at least: until what it has just written itself is in its stores, so that it does not write that again.
+/// It gathers at least this long after a round: by then its stores usually have what that round wrote, so the next one does not write that again.
 const LEAST_GATHER: Duration = Duration::from_millis(20);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
@@ -113,20 +113,15 @@ pub async fn run(
         metrics: metrics.clone(),
         status_written: None,
     };
-    let (mut complete, mut first_change) = (false, None::<Instant>);
+    let (mut complete, mut first_change) = (false, None);
     loop {
         // Polling the stream is also what fills the stores.
         if first_change.is_none() {
             let _ = timeout(TICK, changes.next()).await;
         }
         let now = Instant::now();
-        let gathered = match first_change.take() {
-            // When everything is being deleted, the right to write is gone within half a second, so don't gather.
-            _ if caches.is_over() => now,
-            // It has waited for the end of the last round already.
-            Some(first) => (first + GATHER).max(now + LEAST_GATHER),
-            None => now + GATHER,
-        };
+        // When everything is being deleted, the right to write is gone within half a second, so don't gather.
+        let gathered = if caches.is_over() { now } else { gather_until(first_change, now) };
         while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
         complete = complete || caches.are_complete().await;
         if !complete {
@@ -152,8 +147,13 @@ pub async fn run(
     }
 }
 
-/// Runs a round and takes up changes during it; returns what the round returns, and when the first change came, if any did. A round may write thousands of
-/// FluxNodes: if the stores did not see them until its end, the next round would write them again.
+/// Until when to gather changes. `first_change`: when the first one came during the last round, if any did.
+fn gather_until(first_change: Option<Instant>, now: Instant) -> Instant {
+    first_change.map_or(now + GATHER, |first| (first + GATHER).max(now + LEAST_GATHER))
+}
+
+/// Runs a round and takes up changes during it. Returns the round's result, and when the first change came, if any did. A round may write thousands
+/// of FluxNodes: if the stores did not see them until its end, the next round would write them again.
 async fn with_changes<T>(
     changes: &mut (impl Stream<Item = ()> + Unpin),
     round: impl Future<Output = T>,
@@ -620,6 +620,17 @@ mod tests {
             };
             let first = (count > 0).then_some(begin + second);
             assert_eq!(with_changes(&mut changes, round).await, ("done", first), "{count}");
+        }
+    }
+
+    #[test]
+    fn a_change_during_a_round_waits_no_longer_than_another_one() {
+        let begin = Instant::now();
+        let now = begin + Duration::from_secs(10);
+        assert_eq!(gather_until(None, now), now + GATHER);
+        for (waited, rest) in [(0, GATHER), (50, GATHER / 2), (90, LEAST_GATHER), (5000, LEAST_GATHER)] {
+            let first = now - Duration::from_millis(waited);
+            assert_eq!(gather_until(Some(first), now), now + rest, "{waited}");
         }
     }
 

@@ -33,9 +33,9 @@ use super::objects::{self, CORES};
 /// Nothing can be made there, so agents leave the machine that they are played on as it is.
 const PREFIX: &str = "/proc/flux-distribute";
 
-/// A round that begins this long after the one before may have no other reason: an agent rests for 10 s or 30 s (`RESYNC` and `CALM` in crate
-/// `agent`), and a timer may be 10 ms early.
-const LONG: Duration = Duration::from_millis(9990);
+/// A round that begins this long after the one before may have begun only because the agent has rested: for 10 s or 30 s (`RESYNC` and `CALM` in
+/// crate `agent`); a timer may be 10 ms early.
+const LONG_REST: Duration = Duration::from_millis(9990);
 
 /// What all hosts share: the brokers' overlay.
 pub struct PlayedFlux {
@@ -108,7 +108,7 @@ impl PlayedHost {
         self.observations.fetch_add(1, Ordering::Relaxed);
         let (last, resyncs) = &mut *self.seen.lock().unwrap();
         let before = last.replace(Instant::now());
-        *resyncs += u64::from(before.is_some_and(|before| before.elapsed() >= LONG));
+        *resyncs += u64::from(before.is_some_and(|before| before.elapsed() >= LONG_REST));
     }
 
     /// The rank of the broker that runs here.

@@ -54,8 +54,8 @@ pub struct Cost {
     pub planner: Counts,
     /// How many rounds it had: each observes its host once.
     pub rounds: u64,
-    /// How many of them began ten seconds and more after the one before: the agent rested, the machine was busy, or something happened after a
-    /// quiet while.
+    /// How many of them began ten seconds or more after the one before: the agent had rested, the machine was busy, or nothing had happened until
+    /// then.
     pub resyncs: u64,
 }
 

@@ -198,6 +198,11 @@ impl Inspecting {
         (!words.is_empty()).then(|| words.join("; "))
     }
 
+    /// A look or a mending goes on, or its outcome is not taken in yet.
+    pub fn is_at_work(&self) -> bool {
+        self.task.is_some()
+    }
+
     /// From now on, looks at the package sets `installed`.
     fn keep(&mut self, installed: &[String], now: Instant, chance: f64) {
         self.sets.retain(|digest, _| installed.contains(digest));

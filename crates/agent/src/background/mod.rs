@@ -89,6 +89,11 @@ impl Background {
         self.inspecting.inspect(ops, sources, inputs).await;
     }
 
+    /// Another round has to take in what upkeep finds.
+    pub fn is_at_work(&self, inputs: &NodeInputs) -> bool {
+        self.inspecting.is_at_work() || self.inspecting.damage() != inputs.damage
+    }
+
     /// Stops what writes below the prefix: an installation or a removal is about to begin.
     pub async fn stop_mending(&mut self) {
         self.inspecting.stop_mending().await;

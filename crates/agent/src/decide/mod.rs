@@ -23,11 +23,11 @@ use super::{
 };
 use api::{FluxNodeStatus, Uninstall};
 
-/// The longest rest between two rounds, except for [`CALM`].
+/// The longest rest between two rounds, unless the agent may rest for [`CALM`].
 pub const RESYNC: Duration = Duration::from_secs(10);
 /// The rest while something is on its way.
 pub const SOON: Duration = Duration::from_secs(1);
-/// The rest while this agent will be told of whatever is urgent: each round observes the host, which takes processor time from jobs.
+/// The rest if this agent will be told of whatever is urgent: each round observes the host, which takes processor time from jobs.
 pub const CALM: Duration = Duration::from_secs(30);
 
 /// What one round does.
@@ -66,7 +66,7 @@ pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
     }
 }
 
-/// How long to rest after a round without a step to carry out. If its report could not be written, the caller rests for [`RESYNC`] at most.
+/// How long to rest after a round without a step to carry out.
 fn rest(inputs: &NodeInputs, step: &Step) -> Duration {
     let is_on_its_way = inputs.host.broker.is_some() && !inputs.is_online();
     match () {
@@ -76,25 +76,23 @@ fn rest(inputs: &NodeInputs, step: &Step) -> Duration {
     }
 }
 
-/// True if the API server or the broker will tell this agent of whatever is urgent here. The rest is upkeep, and what others do to the host's files:
-/// both may wait for [`CALM`].
+/// True if the API server or the broker will tell this agent of whatever is urgent. All else, such as upkeep and what only a look at the host
+/// finds, may wait for [`CALM`].
 fn is_calm(inputs: &NodeInputs, step: &Step) -> bool {
-    let Instance::Here { uid } = &inputs.instance else { return false };
-    match &inputs.host.broker {
-        Some(_) => {
-            // Scheduler, queues and the other nodes' brokers depend on what the lead's agent sees in time.
-            let is_follower = inputs.assignment().is_some_and(|own| own.rank != 0);
-            // Resources count once they have been observed twice.
-            let is_as_known = inputs.preflight.as_ref().is_some_and(|known| known.resources == inputs.host.resources);
-            let is_well = inputs.broker.is_well() && inputs.damage.is_none() && is_as_known;
-            *step == Step::Hold && is_follower && is_well
-        }
-        // The planner has not said yet what it wants of this node. Without a FluxNode it can't, and the next round creates that.
-        None => {
-            let can_be_told = inputs.flux_node.is_some() && inputs.host.unknown.is_none();
-            can_be_told && inputs.preflight.is_some() && inputs.spec_for(uid).is_none()
-        }
+    let (Instance::Here { uid }, host) = (&inputs.instance, &inputs.host) else { return false };
+    // New resources count once a second look confirms them.
+    let are_resources_known = inputs.preflight.as_ref().is_some_and(|known| known.resources == host.resources);
+    // Nobody tells the agent that damage is mended, that a port is free again, or that an answer is to be had now.
+    if inputs.is_behind || inputs.damage.is_some() || !inputs.port_problems.is_empty() || !are_resources_known {
+        return false;
     }
+    if host.broker.is_none() {
+        // The agent waits for the planner's first order. That comes in the FluxNode; if there is none, the next round has to create it.
+        return host.unknown.is_none() && inputs.flux_node.is_some() && inputs.spec_for(uid).is_none();
+    }
+    // Scheduler, queues and the other nodes' brokers depend on what the lead's agent sees in time.
+    let is_follower = inputs.assignment().is_some_and(|own| own.rank != 0);
+    *step == Step::Hold && is_follower && inputs.broker.is_well()
 }
 
 /// Whether archives are on their way to this node, so that other nodes which ask for one wait instead of asking the source. None:

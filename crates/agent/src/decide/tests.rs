@@ -817,11 +817,20 @@ fn an_agent_rests_for_thirty_seconds_only_if_it_will_hear_what_to_do() {
         change(&mut world);
         assert_eq!(decide(&world.inputs(), &Memory::default()).retry, Some(expected), "{what}");
     }
+    let mut world = World::new();
+    world.host.broker = Some(broker(1, 1));
+    for (what, inputs) in [
+        ("installed files are damaged", NodeInputs { damage: Some("libflux".into()), ..world.inputs() }),
+        ("a port is taken", NodeInputs { port_problems: vec!["8052".into()], ..world.inputs() }),
+        ("the roster could not be read", NodeInputs { is_behind: true, ..world.inputs() }),
+    ] {
+        assert_eq!(decide(&inputs, &Memory::default()).retry, Some(super::RESYNC), "{what}");
+    }
 }
 
 /// No broker runs, and the planner has not written the FluxNode's spec.
 fn before_the_planner(world: &mut World) {
-    world.host = HostView::default();
+    world.host = HostView { resources: world.host.resources, ..HostView::default() };
     let own = world.spec.as_ref().unwrap().node_name.clone();
     world.spec = Some(FluxNodeSpec { node_name: own, ..FluxNodeSpec::default() });
 }

@@ -100,8 +100,8 @@ impl BrokerState {
         since(self.silent_since, now)
     }
 
-    /// True if this broker answers, the lead answers it and counts it as online, and it is not shutting down. Then no limit on such trouble can
-    /// pass before this state changes.
+    /// True if this broker answers, the lead answers it and counts it as online, and it is not shutting down: none of the times that lead to a
+    /// restart of it is running.
     pub fn is_well(&self) -> bool {
         [self.silent_since, self.lead_unreachable_since, self.leaving_since].iter().all(Option::is_none)
     }

@@ -127,9 +127,7 @@ impl Sources {
         self.look_for_another_machine(&watched, &host);
         self.follow_log(&host);
         let is_here = watched.instance.here().is_some() && !watched.is_over();
-        if is_here {
-            self.read_published(&watched, reporter, &host).await;
-        }
+        let is_read = !is_here || self.read_published(&watched, reporter, &host).await;
         let local_roster = host_roster(&host);
         Ok(NodeInputs {
             at: Instant::now(),
@@ -154,6 +152,7 @@ impl Sources {
             roster: self.published.roster.clone(),
             newer_roster: self.published.newer_roster().map(str::to_owned),
             roster_is_gone: self.published.roster_is_gone,
+            is_behind: !is_read || self.published.lacks_certificate() || self.stall.woke_up().is_some(),
             packages_unread: is_here && self.published.sets_unread(),
             published: self.published.sets().iter().map(|(digest, _)| digest.clone()).collect(),
             held_archives: Vec::new(),
@@ -273,19 +272,26 @@ impl Sources {
         }
     }
 
-    async fn read_published(&mut self, watched: &WatchedObjects, reporter: &Reporter, host: &HostView) {
+    /// Returns false if something could not be read.
+    async fn read_published(&mut self, watched: &WatchedObjects, reporter: &Reporter, host: &HostView) -> bool {
+        let mut is_read = true;
         let spec = watched.own_spec().cloned().unwrap_or_default();
         if spec.node_uid.is_some() && spec.node_uid != self.node_uid {
             match reporter.node_uid().await {
                 Ok(uid) => self.node_uid = uid,
-                Err(error) => debug!(error = error_chain(&error), "can't read our own Node"),
+                Err(error) => {
+                    is_read = false;
+                    debug!(error = error_chain(&error), "can't read our own Node");
+                }
             }
         }
         if let Err(error) = self.published.refresh(&self.client, &spec, watched, host).await {
             // The broker keeps running with what was read before.
+            is_read = false;
             debug!(error = error_chain(&error), "can't read what the planner has published");
         }
         self.published.share(host_roster(host));
+        is_read
     }
 
     fn follow_log(&mut self, host: &HostView) {
