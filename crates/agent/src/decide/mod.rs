@@ -27,7 +27,8 @@ use api::{FluxNodeStatus, Uninstall};
 pub const RESYNC: Duration = Duration::from_secs(10);
 /// The rest while something is on its way.
 pub const SOON: Duration = Duration::from_secs(1);
-/// The rest if this agent will be told of whatever is urgent: each round observes the host, which takes processor time from jobs.
+/// The rest if the API server or the broker will tell this agent of whatever is urgent: each round observes the host, which takes processor time
+/// from jobs.
 pub const CALM: Duration = Duration::from_secs(30);
 
 /// What one round does.

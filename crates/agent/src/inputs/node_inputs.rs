@@ -67,8 +67,8 @@ pub struct NodeInputs {
     pub roster_is_gone: bool,
     /// Digests of the published package sets, first of the one that the spec asks for. Empty if there is none, or they were not read yet.
     pub published: Vec<String>,
-    /// Another round has to read something again: it could not be read, the certificate is gone, or this process was suspended and has not been
-    /// told since that nothing has changed.
+    /// Another round has to read something again: it could not be read, the certificate is gone, or this process was suspended and the API server
+    /// has not confirmed since what it said before.
     pub is_behind: bool,
     /// This agent could not read yet which package sets are published.
     pub packages_unread: bool,
