@@ -178,11 +178,6 @@ impl PublishedState {
         self.newer.as_ref().map(|(_, reason)| reason.as_str())
     }
 
-    /// The planner has reported that the certificate is gone.
-    pub fn lacks_certificate(&self) -> bool {
-        self.missing_since.is_some()
-    }
-
     /// All published package sets, by digest.
     pub fn sets(&self) -> &[(String, PackageSet)] {
         &self.packages

@@ -152,7 +152,7 @@ impl Sources {
             roster: self.published.roster.clone(),
             newer_roster: self.published.newer_roster().map(str::to_owned),
             roster_is_gone: self.published.roster_is_gone,
-            is_behind: !is_read || self.published.lacks_certificate() || self.stall.woke_up().is_some(),
+            is_behind: !is_read || watched.lacks_certificate() || self.stall.woke_up().is_some(),
             packages_unread: is_here && self.published.sets_unread(),
             published: self.published.sets().iter().map(|(digest, _)| digest.clone()).collect(),
             held_archives: Vec::new(),
