@@ -6,6 +6,7 @@
 //! directories that `file:` channels name.
 
 mod caches;
+mod flux_nodes;
 mod instance;
 mod kept;
 mod marks;
@@ -15,11 +16,17 @@ mod publish;
 mod reconcile;
 mod views;
 
+use std::time::Duration;
+
 use cluster::{lease, lease_rules::Place};
 use kube::Client;
 use metrics::Metrics;
 use tokio::sync::watch;
 use tracing::{info, warn};
+
+/// In each round, each of these ends after this time, and the next round goes on with the rest: writing annotations, writing FluxNodes (but for the lead's),
+/// deleting FluxNodes, writing labels. Thousands of writes take longer, and nodes that join meanwhile would wait for the next roster.
+const LONGEST_WRITES: Duration = Duration::from_secs(2);
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
 /// `place`: this agent's place among the candidates. While this agent is the planner, `metrics` get what it observes of the instance.

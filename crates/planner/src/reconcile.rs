@@ -1,10 +1,11 @@
 //! The planner's loop: wake up on any change, gather further changes for a moment, observe everything, decide, write.
 
+mod changes;
 mod needs;
 mod tell;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
+    collections::BTreeMap,
     pin::pin,
     sync::{
         Arc,
@@ -13,19 +14,20 @@ use std::{
     time::Duration,
 };
 
-use futures::{Stream, StreamExt, stream::select};
+use futures::stream::select;
 use k8s_openapi::jiff::Timestamp;
 use kube::{Client, Resource, ResourceExt};
 use metrics::Metrics;
-use tokio::time::{Instant, timeout, timeout_at};
-use tracing::{debug, warn};
+use tokio::time::Instant;
+use tracing::debug;
 
-use self::needs::Sources;
+use self::{changes::Changes, needs::Sources};
 use super::{
-    caches::{Caches, ReadNode, readable, unreadable},
+    caches::{Caches, ReadNode, readable},
+    flux_nodes::FluxNodes,
     instance,
     kept::{Kept, Versions},
-    marks,
+    marks::{Mark, Marks},
     measured::measured,
     package_set::Resolver,
     publish,
@@ -42,12 +44,10 @@ use cluster::{
 use model::{
     agents::Agents,
     eligibility::NodeView,
-    forsaken::forsaken,
     kubernetes::unsupported,
     labels,
-    marks::NodeChange,
     members::Planned,
-    observed::{Observed, Reports, Unusable, retain_secs},
+    observed::{Observed, Reports},
     obstacle::Obstacle,
     project::project_all,
     protect::Protection,
@@ -56,25 +56,11 @@ use model::{
     validate,
 };
 
-/// The planner gathers changes for this long after the first one, which may have come during a round: a burst of joins becomes one revision.
-/// Later joins are gathered by the lead: after a live change it applies the newest roster, however many revisions that is ahead.
-const GATHER: Duration = Duration::from_millis(100);
-/// It gathers at least this long after a round: by then its stores usually have what that round wrote, so the next one does not write that again.
-const LEAST_GATHER: Duration = Duration::from_millis(20);
-/// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
-const TICK: Duration = Duration::from_secs(2);
 /// Pause for each member between two writes of the FluxInstance's status that change only counts: the API server sends each write to every agent, so
 /// this makes 200 such messages a second.
 const COUNT_PAUSE: Duration = Duration::from_millis(5);
 /// The longest such pause, of 1,000 members and more: people look at the counts.
 const LONGEST_COUNT_PAUSE: Duration = Duration::from_secs(5);
-/// In each round, each of these ends after this time, and the next round goes on with the rest: writing annotations, writing FluxNodes (but for the lead's),
-/// deleting FluxNodes, writing labels. Thousands of writes take longer, and nodes that join meanwhile would wait for the next roster.
-const LONGEST_WRITES: Duration = Duration::from_secs(2);
-/// A FluxNode that can't be written is reported after this long: most failures are over sooner.
-const REPORT_AFTER: Duration = Duration::from_secs(10);
-/// After a failed write of annotations or labels of Nodes, how long until the next attempt.
-const MARK_AGAIN: Duration = Duration::from_mins(1);
 
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
 pub async fn run(
@@ -86,9 +72,12 @@ pub async fn run(
 ) {
     let (caches, changes) = Caches::watch(&client);
     let (versions, of_versions) = Versions::watch(&client);
-    let mut changes = pin!(select(changes, of_versions));
+    let changes = pin!(select(changes, of_versions));
+    let mut changes = Changes::of(changes);
     let mut planner = Planner {
         announcer: Announcer::new(client.clone(), identity),
+        flux_nodes: FluxNodes::new(client.clone()),
+        marks: Marks::new(client.clone()),
         client,
         versions,
         roster: Kept::default(),
@@ -101,35 +90,25 @@ pub async fn run(
         moved_deadline: None,
         waiting_since: Instant::now(),
         had_roster: false,
-        stale_flux_nodes: HashMap::new(),
         sources: Sources::default(),
         validated: None,
         is_new_enough: false,
         is_cleaned_up: false,
         agents: Agents::default(),
         protection: Protection::default(),
-        mark_again: BTreeMap::new(),
-        refused: BTreeMap::new(),
         metrics: metrics.clone(),
         status_written: None,
     };
-    let (mut complete, mut first_change) = (false, None);
+    let mut complete = false;
     loop {
-        // Polling the stream is also what fills the stores.
-        if first_change.is_none() {
-            let _ = timeout(TICK, changes.next()).await;
-        }
-        let now = Instant::now();
-        // When everything is being deleted, the right to write is gone within half a second, so don't gather.
-        let gathered = if caches.is_over() { now } else { gather_until(first_change, now) };
-        while let Ok(Some(())) = timeout_at(gathered, changes.next()).await {}
+        // When everything is being deleted, the right to write is gone within half a second.
+        changes.gather(|| caches.is_over()).await;
         complete = complete || caches.are_complete().await;
         if !complete {
             continue;
         }
         let begun = Instant::now();
-        let done;
-        (done, first_change) = with_changes(&mut changes, planner.once(&caches)).await;
+        let done = changes.during(planner.once(&caches)).await;
         metrics.planner_round(begun.elapsed());
         match done {
             // A deadline that was moved is in the status, which is written last.
@@ -147,48 +126,9 @@ pub async fn run(
     }
 }
 
-/// Until when to gather changes. `first_change`: when the first one came during the last round, if any did.
-fn gather_until(first_change: Option<Instant>, now: Instant) -> Instant {
-    first_change.map_or(now + GATHER, |first| (first + GATHER).max(now + LEAST_GATHER))
-}
-
-/// Runs a round and takes up changes during it. Returns the round's result, and when the first change came, if any did. A round may write thousands
-/// of FluxNodes: if the stores did not see them until its end, the next round would write them again.
-async fn with_changes<T>(
-    changes: &mut (impl Stream<Item = ()> + Unpin),
-    round: impl Future<Output = T>,
-) -> (T, Option<Instant>) {
-    let (mut round, mut first_change) = (pin!(round), None);
-    loop {
-        tokio::select! {
-            biased;
-            done = &mut round => return (done, first_change),
-            Some(()) = changes.next() => first_change = first_change.or_else(|| Some(Instant::now())),
-        }
-    }
-}
-
 /// Pause between two writes of the FluxInstance's status that change only counts, in an instance of `size` members.
 fn count_pause(size: u32) -> Duration {
     (COUNT_PAUSE * size).min(LONGEST_COUNT_PAUSE)
-}
-
-/// What the planner writes onto Nodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Mark {
-    /// Annotations that keep autoscalers away.
-    Protection,
-    /// What pods can select by.
-    Label,
-}
-
-/// Why a FluxNode could not be written.
-struct Refused {
-    /// The first failed attempt.
-    since: Instant,
-    /// The last one: a round may end before its turn comes again.
-    last: Instant,
-    why: String,
 }
 
 struct Planner {
@@ -216,8 +156,6 @@ struct Planner {
     waiting_since: Instant,
     /// The FluxInstance had a roster in the previous round.
     had_roster: bool,
-    /// FluxNodes that nothing needs any more, and since when.
-    stale_flux_nodes: HashMap<String, Instant>,
     sources: Sources,
     /// uid and generation of the spec that was validated last, and what was wrong with it. Kept because validating a
     /// long lock takes time.
@@ -228,16 +166,16 @@ struct Planner {
     is_cleaned_up: bool,
     agents: Agents,
     protection: Protection,
-    /// After a failed write of annotations or labels of Nodes, when to try again.
-    mark_again: BTreeMap<Mark, Instant>,
-    /// The FluxNodes that could not be written, by name.
-    refused: BTreeMap<String, Refused>,
+    flux_nodes: FluxNodes,
+    marks: Marks,
     metrics: Metrics,
     /// When this planner has written the FluxInstance's status last.
     status_written: Option<Instant>,
 }
 
 impl Planner {
+    /// One round: at the end, takes our marks off the Nodes; names FluxInstances that nobody serves; makes the default one; then plans, or deletes what
+    /// a deleted instance has left.
     async fn once(&mut self, caches: &Caches) -> Result<(), ApiError> {
         let flux_nodes = caches.flux_nodes.all();
         let (nodes, no_report) = (caches.nodes.all(), FluxNodeStatus::default());
@@ -247,12 +185,12 @@ impl Planner {
             .collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
-            self.mark(caches, &nodes, Mark::Protection, changes).await;
-            self.mark(caches, &nodes, Mark::Label, labels::removals(&nodes)).await;
+            self.marks.write_at_the_end(&caches.nodes, &nodes, changes).await;
+            self.marks.write_at_the_end(&caches.nodes, &nodes, labels::removals(&nodes)).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
-            // What nobody serves keeps nothing from being served.
+            // A FluxInstance that is ignored anyway must not stop the one that is served.
             if let Err(error) = instance::ignore(&self.client, other).await {
                 debug!(
                     error = error_chain(&error),
@@ -287,6 +225,7 @@ impl Planner {
         }
     }
 
+    /// Decides from all that is observed, and writes what follows; the status last.
     async fn plan(
         &mut self,
         caches: &Caches,
@@ -361,15 +300,17 @@ impl Planner {
         let planned = roster.map(|roster| Planned::observe(&seen, roster));
         if !caches.is_over() {
             let changes = self.protection.changes(&seen, planned.as_ref());
-            self.mark(caches, &seen.nodes, Mark::Protection, changes).await;
+            self.marks.write(&caches.nodes, &seen.nodes, Mark::Protection, changes).await;
         }
         let flux_nodes = caches.flux_nodes.all();
-        self.publish(caches, &seen, planned.as_ref(), &flux_nodes).await?;
+        self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
+        self.flux_nodes.delete_stale(&caches.flux_nodes, &seen, planned.as_ref()).await;
         // After that: the labels of many Nodes change just when their agents wait for what they are to do.
         if !caches.is_over() {
-            self.mark(caches, &seen.nodes, Mark::Label, labels::changes(&seen, planned.as_ref())).await;
+            let changes = labels::changes(&seen, planned.as_ref());
+            self.marks.write(&caches.nodes, &seen.nodes, Mark::Label, changes).await;
         }
-        let unusable = self.unusable(&flux_nodes);
+        let unusable = self.flux_nodes.unusable(&flux_nodes);
         let seen = Observed { unusable: &unusable, ..seen };
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
         let obstacle = foremost([obstacle, no_lead].into_iter().flatten());
@@ -476,18 +417,9 @@ impl Planner {
         wrong.map(|message| Obstacle::Problem { reason: "InvalidSpec", message })
     }
 
-    /// The FluxNodes that can't be read, or have not been written for [`REPORT_AFTER`].
-    fn unusable(&self, flux_nodes: &[Arc<ReadNode>]) -> BTreeMap<String, Unusable> {
-        let refused = self.refused.iter().filter(|(_, refused)| refused.last - refused.since >= REPORT_AFTER);
-        let refused = refused.map(|(name, refused)| (name.clone(), Unusable::NotWritten(refused.why.clone())));
-        unreadable(flux_nodes).map(|name| (name, Unusable::NotRead)).chain(refused).collect()
-    }
-
-    /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. Deletes stale FluxNodes. A FluxNode that
-    /// can't be written, perhaps because its own agent has filled it, stops neither the others nor the status, which names it.
+    /// Writes what follows from the roster: `broker.toml` and each FluxNode's spec. A FluxNode that can't be written stops nothing: the status names it.
     async fn publish(
         &mut self,
-        caches: &Caches,
         seen: &Observed<'_>,
         planned: Option<&Planned<'_>>,
         flux_nodes: &[Arc<ReadNode>],
@@ -499,18 +431,7 @@ impl Planner {
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
         let projected = project_all(seen, planned, readable(flux_nodes), is_local);
-        let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
-        // The planner does not write the others any more.
-        self.refused.retain(|name, _| names.contains(name));
-        let client = self.client.clone();
-        let mut written = pin!(publish::write_nodes(&client, projected, Instant::now() + LONGEST_WRITES));
-        while let Some((name, result)) = written.next().await {
-            match result {
-                Ok(()) => drop(self.refused.remove(&name)),
-                Err(error) => self.refuse(name, error_chain(&error)),
-            }
-        }
-        self.collect(caches, seen, planned).await;
+        self.flux_nodes.write(projected).await;
         Ok(())
     }
 
@@ -527,116 +448,5 @@ impl Planner {
         let stored = publish::write_broker_toml(&self.client, roster, before).await?;
         self.broker_toml.keep_written(version, stored.version.clone(), (made_from, stored));
         Ok(())
-    }
-
-    /// Remembers that FluxNode `name` could not be written, and why.
-    fn refuse(&mut self, name: String, why: String) {
-        let now = Instant::now();
-        match self.refused.entry(name) {
-            Entry::Occupied(mut known) => {
-                let known = known.get_mut();
-                (known.last, known.why) = (now, why);
-            }
-            Entry::Vacant(new) => {
-                warn!(error = why, "can't write a FluxNode");
-                new.insert(Refused { since: now, last: now, why });
-            }
-        }
-    }
-
-    /// Writes annotations or labels of Nodes. A failure doesn't stop planning. Each by itself: if somebody guards the labels of Nodes, the
-    /// annotations are written nevertheless.
-    async fn mark(&mut self, caches: &Caches, observed: &[&NodeView], mark: Mark, changes: Vec<NodeChange>) {
-        let is_too_early = self.mark_again.get(&mark).is_some_and(|again| Instant::now() < *again);
-        // At the end, the right to write may be gone within seconds: the planner neither waits nor stops.
-        let until = (!caches.is_over()).then(|| Instant::now() + LONGEST_WRITES);
-        if changes.is_empty() || (is_too_early && until.is_some()) {
-            return;
-        }
-        self.mark_again.remove(&mark);
-        match marks::write(&self.client, &caches.nodes, observed, changes, until).await {
-            Ok(()) => {}
-            // A Node has changed meanwhile: the next round tries again.
-            Err(error) if error.code() == Some(409) => {}
-            Err(error) => {
-                warn!(error = error_chain(&error), ?mark, "can't write onto Nodes");
-                // One Node that refuses keeps no other one waiting that had no turn.
-                if until.is_none_or(|until| Instant::now() < until) {
-                    self.mark_again.insert(mark, Instant::now() + MARK_AGAIN);
-                }
-            }
-        }
-    }
-
-    /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`). One that can't be deleted keeps nothing else
-    /// from being written, and is tried again after the same time.
-    async fn collect(&mut self, caches: &Caches, seen: &Observed<'_>, planned: Option<&Planned<'_>>) {
-        let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
-        let stale = forsaken(seen, planned);
-        let until = Instant::now() + LONGEST_WRITES;
-        self.stale_flux_nodes.retain(|name, _| stale.contains(name));
-        for name in stale {
-            let since = *self.stale_flux_nodes.entry(name.clone()).or_insert_with(Instant::now);
-            if since.elapsed() >= retain
-                && Instant::now() < until
-                && let Some(newest) = caches.flux_nodes.named(&name)
-                && let Ok(node) = &*newest.view
-                // With another report than the observed one, its agent may be back.
-                && seen.report(&name) == Some(&node.status.clone().unwrap_or_default())
-                && let Err(error) = publish::delete_node(&self.client, node, newest.version).await
-            {
-                warn!(node = name, error = error_chain(&error), "can't delete the FluxNode of a Node that is gone");
-                self.stale_flux_nodes.insert(name, Instant::now());
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::AtomicU32;
-
-    use futures::stream;
-    use tokio::time::sleep;
-
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn a_round_takes_up_changes_and_tells_when_the_first_one_came() {
-        let second = Duration::from_secs(1);
-        for count in [0, 1, 3] {
-            let (begin, taken) = (Instant::now(), AtomicU32::new(0));
-            let changes = stream::iter(0..count).then(async |_| {
-                sleep(second).await;
-                taken.fetch_add(1, Ordering::Relaxed);
-            });
-            let mut changes = pin!(changes.chain(stream::pending()));
-            // A round that ends only if all of them have been taken up.
-            let round = async {
-                while taken.load(Ordering::Relaxed) < count {
-                    sleep(second).await;
-                }
-                "done"
-            };
-            let first = (count > 0).then_some(begin + second);
-            assert_eq!(with_changes(&mut changes, round).await, ("done", first), "{count}");
-        }
-    }
-
-    #[test]
-    fn a_change_during_a_round_waits_no_longer_than_another_one() {
-        let begin = Instant::now();
-        let now = begin + Duration::from_secs(10);
-        assert_eq!(gather_until(None, now), now + GATHER);
-        for (waited, rest) in [(0, GATHER), (50, GATHER / 2), (90, LEAST_GATHER), (5000, LEAST_GATHER)] {
-            let first = now - Duration::from_millis(waited);
-            assert_eq!(gather_until(Some(first), now), now + rest, "{waited}");
-        }
-    }
-
-    #[tokio::test]
-    async fn a_round_ends_without_changes_and_after_the_last_one() {
-        assert_eq!(with_changes(&mut stream::pending(), async { 7 }).await, (7, None));
-        assert_eq!(with_changes(&mut stream::empty(), tokio::task::yield_now()).await, ((), None));
     }
 }

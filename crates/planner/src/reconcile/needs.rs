@@ -79,7 +79,7 @@ fn platforms(nodes: &[&NodeView], reports: &Reports) -> Vec<String> {
 
 impl Planner {
     /// Returns the digest of the published package set, and why it is not the one that the spec asks for, if so.
-    pub(crate) async fn packages(&mut self, seen: &Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
+    pub(super) async fn packages(&mut self, seen: &Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
         let platforms = platforms(&seen.nodes, &seen.reports);
         let running = seen.roster.map(|roster| roster.settings.digest.as_str());
         let is_own = seen.roster.is_some_and(|roster| roster.instance_uid == seen.instance_uid);
@@ -96,7 +96,7 @@ impl Planner {
     }
 
     /// Makes sure that the source of the running epoch's package set is known: the spec may ask for another set by now.
-    pub(crate) async fn remember_running_set(&mut self, roster: Option<&Roster>) -> Result<(), ApiError> {
+    pub(super) async fn remember_running_set(&mut self, roster: Option<&Roster>) -> Result<(), ApiError> {
         if roster.is_some_and(|roster| !self.sources.0.contains_key(&roster.settings.digest)) {
             self.sources.0.clear();
             for set in published::read_packages(&self.client).await? {
@@ -108,7 +108,7 @@ impl Planner {
 
     /// Returns the fingerprint of the certificate, or why there is none. Makes a certificate only if no broker can be
     /// using one.
-    pub(crate) async fn certificate(&mut self, seen: &mut Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
+    pub(super) async fn certificate(&mut self, seen: &mut Observed<'_>) -> Result<DigestAndObstacle, ApiError> {
         let read = async { Ok(certificate::read_published(&self.client).await?.map(Arc::new)) };
         match self.certificate.or_read(self.versions.of(SECRET_CURVE), read).await {
             Ok(Some(published)) if is_certificate_of_another(seen, published.made_for(seen.instance_uid)) => {

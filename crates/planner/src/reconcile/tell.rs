@@ -13,7 +13,7 @@ use model::{conditions::warnings, obstacle::Obstacle, status::stopped};
 impl Planner {
     /// Logs why planning failed. If a user has to fix it, also publishes an Event and writes it to the FluxInstance's
     /// status.
-    pub(crate) async fn report(&mut self, caches: &Caches, error: &ApiError) {
+    pub(super) async fn report(&mut self, caches: &Caches, error: &ApiError) {
         let message = error_chain(error);
         warn!(error = message, "planning failed");
         if error.is_lasting() {
