@@ -1,19 +1,27 @@
 //! Writes this node's FluxNode, and Events on it.
 
+use std::time::Duration;
+
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, Resource,
     api::{ListParams, Patch, PostParams},
 };
 use serde_json::json;
+use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use api::{FluxNode, FluxNodeSpec, FluxNodeStatus, NAMESPACE, NodePhase};
-use base::error_chain;
+use base::{chance::jittered, error_chain};
 use cluster::{Announcer, ApiError, as_read, call, gone_is_fine, merge_patch, patch_params};
 
 /// How often a FluxNode that changes while it is deleted is read again.
 const DELETE_TRIES: u32 = 5;
+/// Pause before a status is written again that the API server refuses or does not keep whole. It doubles each time, up to [`UNSHOWN_LONGEST`], because all
+/// agents may have such a status: while the CustomResourceDefinition is an older one, for example.
+const UNSHOWN_AGAIN: Duration = Duration::from_secs(10);
+/// The longest such pause, but for half as much again by chance.
+const UNSHOWN_LONGEST: Duration = Duration::from_mins(2);
 
 /// Writes the FluxNode of one node.
 pub struct Reporter {
@@ -23,6 +31,18 @@ pub struct Reporter {
     announcer: Announcer,
     /// The refusal of a status that was logged last.
     refused: Option<String>,
+    /// The status that the FluxNode does not show although this agent has written it.
+    unshown: Option<Unshown>,
+}
+
+/// A status that the API server refuses, or does not keep whole.
+struct Unshown {
+    status: FluxNodeStatus,
+    /// What the FluxNode shows in place of it.
+    shown: Option<FluxNodeStatus>,
+    pause: Duration,
+    /// When to write it again.
+    again: Instant,
 }
 
 impl Reporter {
@@ -39,6 +59,7 @@ impl Reporter {
             name,
             announcer: Announcer::new(client, pod),
             refused: None,
+            unshown: None,
         }
     }
 
@@ -88,6 +109,11 @@ impl Reporter {
         let written = self.nodes.patch_status(&self.name, &params, &patch);
         let written = call(format!("status of FluxNode {}", self.name), written).await?;
         let is_reported = written.status.as_ref() == Some(next);
+        if is_reported {
+            self.unshown = None;
+        } else {
+            self.hold_back(next, written.status.as_ref());
+        }
         wrote(written);
         let failed = next.phase == NodePhase::Failed;
         let waits = failed || next.phase == NodePhase::Removing;
@@ -99,8 +125,15 @@ impl Reporter {
     }
 
     /// [`Reporter::write`] for callers that go on without it; false if it failed. A refusal that repeating can't change (by a policy, a role,
-    /// the schema of another version) is logged once, since the status can't show it; all other errors pass by themselves.
+    /// the schema of another version) is logged once, since the status can't show it; all other errors pass by themselves. What the FluxNode will
+    /// hardly show now either is not written for a while.
     pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
+        let is_held_back = |unshown: &Unshown| {
+            unshown.status == *next && unshown.shown == node.status && Instant::now() < unshown.again
+        };
+        if self.unshown.as_ref().is_some_and(is_held_back) {
+            return false;
+        }
         let error = match self.write(node, next, wrote).await {
             Ok(is_reported) => {
                 self.refused = None;
@@ -109,6 +142,9 @@ impl Reporter {
             Err(error) => error,
         };
         let passes = !error.is_lasting() && !matches!(error.code(), Some(400..=403));
+        if !passes {
+            self.hold_back(next, node.status.as_ref());
+        }
         let error = error_chain(&error);
         if passes || self.refused.as_ref() == Some(&error) {
             debug!(error, "the status could not be written");
@@ -117,6 +153,14 @@ impl Reporter {
             self.refused = Some(error);
         }
         false
+    }
+
+    /// Writes `status` no more for a while, unless something else is `shown` by then.
+    fn hold_back(&mut self, status: &FluxNodeStatus, shown: Option<&FluxNodeStatus>) {
+        let before = self.unshown.as_ref().filter(|before| before.status == *status && before.shown.as_ref() == shown);
+        let pause = before.map_or(UNSHOWN_AGAIN, |before| (2 * before.pause).min(UNSHOWN_LONGEST));
+        let again = Instant::now() + jittered(pause);
+        self.unshown = Some(Unshown { status: status.clone(), shown: shown.cloned(), pause, again });
     }
 
     /// Deletes the FluxNode, because the host is clean. The planner may write to it at the same moment.
@@ -147,6 +191,11 @@ impl Reporter {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    };
+
     use http::{Request, Response};
     use kube::client::Body;
 
@@ -171,6 +220,41 @@ mod tests {
             let mut reporter = Reporter::new(Client::new(service, NAMESPACE), "node1".to_owned(), "pod");
             assert_eq!(reporter.try_write(&node(None), &next, drop).await, expected, "{what}");
             assert!(reporter.try_write(&node(Some(&next)), &next, drop).await, "there is nothing to write");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_status_that_the_api_server_refuses_or_cuts_is_written_ever_more_seldom() {
+        let status = |word: &str| FluxNodeStatus { message: Some(word.to_owned()), ..FluxNodeStatus::default() };
+        let node =
+            |status: Option<FluxNodeStatus>| FluxNode { status, ..FluxNode::new("node1", FluxNodeSpec::default()) };
+        let refusal = json!({"code": 403, "reason": "Forbidden", "message": "no"});
+        let failure = json!({"code": 500, "reason": "InternalError", "message": "no"});
+        let cut = json!(node(None));
+        // In an hour of rounds that are 10 s apart.
+        for (what, code, answer, expected) in [
+            ("a policy refuses it", 403, refusal, 26..=39),
+            ("an older definition cuts it", 200, cut, 26..=39),
+            ("the API server fails", 500, failure, 360..=360),
+        ] {
+            let asked = Arc::new(AtomicU32::new(0));
+            let counted = asked.clone();
+            let service = tower::service_fn(move |_: Request<Body>| {
+                counted.fetch_add(1, Ordering::Relaxed);
+                let answer = answer.to_string().into_bytes();
+                async move { Response::builder().status(code).body(Body::from(answer)) }
+            });
+            let mut reporter = Reporter::new(Client::new(service, NAMESPACE), "node1".to_owned(), "pod");
+            for _ in 0..360 {
+                assert!(!reporter.try_write(&node(None), &status("one"), drop).await);
+                tokio::time::advance(Duration::from_secs(10)).await;
+            }
+            let in_an_hour = asked.swap(0, Ordering::Relaxed);
+            assert!(expected.contains(&in_an_hour), "{what}: {in_an_hour}");
+            reporter.try_write(&node(None), &status("two"), drop).await;
+            assert_eq!(asked.swap(0, Ordering::Relaxed), 1, "{what}: another status is written at once");
+            reporter.try_write(&node(Some(status("edited"))), &status("two"), drop).await;
+            assert_eq!(asked.load(Ordering::Relaxed), 1, "{what}: so is one that somebody has edited");
         }
     }
 }

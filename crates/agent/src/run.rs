@@ -169,27 +169,31 @@ async fn round(agent: &mut Agent) -> Duration {
     if let Some(expects) = expects_archives(&inputs, &decision.step) {
         agent.background.serving.expect(expects);
     }
-    if decision.retry.is_none() && decision.is_urgent(&inputs) {
-        return carry_out(agent, &inputs, &decision.step).await;
+    if decision.rest.is_none() && decision.is_urgent(&inputs) {
+        carry_out(agent, &inputs, &decision.step).await;
+        return Duration::ZERO;
     }
     let started = agent.memory.starts.started_at();
     inputs.refusal = agent.sources.find_refusal(&agent.reporter, &inputs, started).await;
     let decision = decide(&inputs, &agent.memory);
     let is_reported = agent.report(&inputs, decision.status.as_ref(), decision.readiness).await;
-    match decision.retry {
+    match decision.rest {
         Some(rest) if decision.step.is_rest() => {
-            upkeep(agent, &inputs, &decision).await;
+            without_step(agent, &inputs, &decision).await;
             // Only the next round writes the report again, and takes in what upkeep finds.
-            if is_reported && !agent.background.is_at_work(&inputs) { rest } else { rest.min(RESYNC) }
+            if is_reported && !agent.background.has_news(&inputs) { rest } else { rest.min(RESYNC) }
         }
         // The report may have taken a part of the pause.
         Some(rest) => rest.saturating_sub(inputs.at.elapsed()),
-        None => carry_out(agent, &inputs, &decision.step).await,
+        None => {
+            carry_out(agent, &inputs, &decision.step).await;
+            Duration::ZERO
+        }
     }
 }
 
-/// Carries out `step`, and learns from the outcome. Returns how long to rest.
-async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) -> Duration {
+/// Carries out `step`, and learns from the outcome. The next round follows at once.
+async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) {
     let outcome = execute::execute(agent, inputs, step).await;
     let error = match outcome {
         Ok(outcome) => {
@@ -199,7 +203,7 @@ async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) -> Durat
                 Outcome::Removed => agent.memory.forget_instance(),
                 Outcome::Done | Outcome::Overtaken => {}
             }
-            return Duration::ZERO;
+            return;
         }
         Err(error) => error,
     };
@@ -214,11 +218,11 @@ async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) -> Durat
         start_queues(agent, inputs).await;
     }
     agent.report_step(inputs, step, None).await;
-    Duration::ZERO
 }
 
-/// Without a step to carry out, there is time for upkeep that nothing depends on.
-async fn upkeep(agent: &mut Agent, inputs: &NodeInputs, decision: &Decision) {
+/// What a round without a step to carry out does: it forgets failed attempts, starts queues that may be stopped, and begins upkeep, for which
+/// nothing waits.
+async fn without_step(agent: &mut Agent, inputs: &NodeInputs, decision: &Decision) {
     agent.memory.attempts.succeeded();
     if decision.step == Step::Hold {
         start_queues(agent, inputs).await;

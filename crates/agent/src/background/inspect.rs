@@ -198,7 +198,7 @@ impl Inspecting {
         (!words.is_empty()).then(|| words.join("; "))
     }
 
-    /// A look or a mending goes on, or its outcome is not taken in yet.
+    /// True while a look or a mending goes on, and until its outcome is taken in.
     pub fn is_at_work(&self) -> bool {
         self.task.is_some()
     }

@@ -89,8 +89,8 @@ impl Background {
         self.inspecting.inspect(ops, sources, inputs).await;
     }
 
-    /// Another round has to take in what upkeep finds.
-    pub fn is_at_work(&self, inputs: &NodeInputs) -> bool {
+    /// True if the next round has to take in what upkeep has found, or is about to find.
+    pub fn has_news(&self, inputs: &NodeInputs) -> bool {
         self.inspecting.is_at_work() || self.inspecting.damage() != inputs.damage
     }
 

@@ -41,7 +41,7 @@ pub struct Decision {
     /// Whether the node is as the planner wants it; None if a new agent does not know yet, and the last report stands.
     pub readiness: Option<bool>,
     /// Rest for this long instead of carrying out the step: there is nothing to carry out, or it failed just now.
-    pub retry: Option<Duration>,
+    pub rest: Option<Duration>,
 }
 
 impl Decision {
@@ -54,7 +54,7 @@ impl Decision {
 /// Decides.
 pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
     let step = next_step(inputs, memory);
-    let retry = if step.is_rest() {
+    let rest = if step.is_rest() {
         Some(rest(inputs, &step))
     } else {
         memory.pause(&step, inputs.generation, inputs.at).map(|pause| pause.min(RESYNC))
@@ -62,16 +62,16 @@ pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
     Decision {
         status: node_status::node_status(inputs, memory, &step, None),
         readiness: node_status::readiness(inputs),
-        retry,
+        rest,
         step,
     }
 }
 
 /// How long to rest after a round without a step to carry out.
 fn rest(inputs: &NodeInputs, step: &Step) -> Duration {
-    let is_on_its_way = inputs.host.broker.is_some() && !inputs.is_online();
+    let broker_comes_up = inputs.host.broker.is_some() && !inputs.is_online();
     match () {
-        () if is_on_its_way || inputs.packages_unread => SOON,
+        () if broker_comes_up || inputs.packages_unread => SOON,
         () if is_calm(inputs, step) => CALM,
         () => RESYNC,
     }
@@ -83,12 +83,12 @@ fn is_calm(inputs: &NodeInputs, step: &Step) -> bool {
     let (Instance::Here { uid }, host) = (&inputs.instance, &inputs.host) else { return false };
     // New resources count once a second look confirms them.
     let are_resources_known = inputs.preflight.as_ref().is_some_and(|known| known.resources == host.resources);
-    // Nobody tells the agent that damage is mended, that a port is free again, or that an answer is to be had now.
-    if inputs.is_behind || inputs.damage.is_some() || !inputs.port_problems.is_empty() || !are_resources_known {
+    // Nobody tells the agent that a port is free again, or that a read which failed would succeed now.
+    if inputs.is_behind || !inputs.port_problems.is_empty() || !are_resources_known {
         return false;
     }
     if host.broker.is_none() {
-        // The agent waits for the planner's first order. That comes in the FluxNode; if there is none, the next round has to create it.
+        // The agent waits for its first spec, which the planner writes into the FluxNode. If there is none, the next round has to create it.
         return host.unknown.is_none() && inputs.flux_node.is_some() && inputs.spec_for(uid).is_none();
     }
     // Scheduler, queues and the other nodes' brokers depend on what the lead's agent sees in time.

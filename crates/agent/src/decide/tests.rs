@@ -743,7 +743,7 @@ fn a_decision_holds_step_report_and_pause() {
     let memory = Memory::default();
     let first = decide(&world.inputs(), &memory);
     assert!(matches!(first.step, Step::Start(_)));
-    assert_eq!((first.retry, first.readiness), (None, Some(false)), "a start begins at once");
+    assert_eq!((first.rest, first.readiness), (None, Some(false)), "a start begins at once");
     assert_eq!(first.status.map(|status| status.phase), Some(NodePhase::Starting));
 
     let mut failed = Memory::default();
@@ -751,16 +751,16 @@ fn a_decision_holds_step_report_and_pause() {
     let inputs = world.inputs();
     failed.attempts.failed(&first.step, inputs.generation, trouble, inputs.at, 0.0);
     let second = decide(&inputs, &failed);
-    assert_eq!(second.retry, Some(Duration::from_secs(1)), "a step that failed just now pauses");
+    assert_eq!(second.rest, Some(Duration::from_secs(1)), "a step that failed just now pauses");
     assert_eq!(second.status.and_then(|status| status.message).as_deref(), Some("port 8050 is taken"));
 
     world.host.broker = Some(broker(1, 1));
     let held = decide(&world.inputs(), &memory);
-    assert_eq!((held.step, held.readiness, held.retry), (Step::Hold, Some(true), Some(super::CALM)));
+    assert_eq!((held.step, held.readiness, held.rest), (Step::Hold, Some(true), Some(super::CALM)));
 
     world.is_up = false;
     let coming_up = decide(&world.inputs(), &memory);
-    assert_eq!((coming_up.readiness, coming_up.retry), (Some(false), Some(super::SOON)));
+    assert_eq!((coming_up.readiness, coming_up.rest), (Some(false), Some(super::SOON)));
 
     world.replaced = true;
     let replaced = decide(&world.inputs(), &memory);
@@ -815,16 +815,15 @@ fn an_agent_rests_for_thirty_seconds_only_if_it_will_hear_what_to_do() {
         let mut world = World::new();
         world.host.broker = Some(broker(1, 1));
         change(&mut world);
-        assert_eq!(decide(&world.inputs(), &Memory::default()).retry, Some(expected), "{what}");
+        assert_eq!(decide(&world.inputs(), &Memory::default()).rest, Some(expected), "{what}");
     }
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
     for (what, inputs) in [
-        ("installed files are damaged", NodeInputs { damage: Some("libflux".into()), ..world.inputs() }),
         ("a port is taken", NodeInputs { port_problems: vec!["8052".into()], ..world.inputs() }),
         ("the roster could not be read", NodeInputs { is_behind: true, ..world.inputs() }),
     ] {
-        assert_eq!(decide(&inputs, &Memory::default()).retry, Some(super::RESYNC), "{what}");
+        assert_eq!(decide(&inputs, &Memory::default()).rest, Some(super::RESYNC), "{what}");
     }
 }
 

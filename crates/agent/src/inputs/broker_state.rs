@@ -18,6 +18,7 @@ use tokio::{
 use tracing::debug;
 
 use api::{BROKER_SOCKET_DIR, IdSet};
+use base::chance::{chance, jittered};
 use bridge::Occupancy;
 use broker::{
     pending::{Pending, pending},
@@ -32,10 +33,14 @@ use pods::occupied::Occupied;
 
 /// Pause between two attempts to connect to a socket that does not exist yet.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Allocated and drained ranks change without an event on this socket, and a missed event is found again.
+/// Lead: allocated and drained ranks change without an event on this socket.
 pub const ASK_EVERY: Duration = Duration::from_secs(2);
-/// Each node asks the lead whether it counts this broker as online, so this is rare.
+/// Followers: what changes there is an event. This finds a missed one, and a broker that hangs ([`SILENT`]); each time wakes a processor.
+const ASK_FOLLOWER_EVERY: Duration = Duration::from_secs(5);
+/// Each node asks the lead whether it counts this broker as online, so this is rare, and up to half as long again.
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
+/// Once its heartbeat is back, each node asks the lead within this time.
+const LEAD_IS_BACK: Duration = Duration::from_secs(2);
 /// When thousands of brokers come up, the lead's agent reports who is online at most this often.
 const LONGEST_GATHER: Duration = Duration::from_secs(5);
 /// The event that the lead publishes to all every two seconds (flux-heartbeat(5)): its absence shows without a request.
@@ -209,14 +214,14 @@ async fn watch_reachability(client: &Client, sender: &watch::Sender<BrokerState>
     let mut heartbeat = Heartbeat::default();
     // Until the lead was asked.
     let mut counts_us = true;
-    let mut ask_at = tokio::time::Instant::now() + ASK_LEAD_EVERY;
+    let mut ask_at = tokio::time::Instant::now() + jittered(ASK_LEAD_EVERY);
     loop {
         let overdue = heartbeat.overdue_at();
         tokio::select! {
             () = next_heartbeat(&mut heartbeats) => {
                 if heartbeat.is_overdue(Instant::now()) {
-                    // The lead is back: ask it now instead of at the next interval.
-                    ask_at = tokio::time::Instant::now();
+                    // The lead is back: ask it now instead of at the next interval, but not in the same moment as all others.
+                    ask_at = tokio::time::Instant::now() + LEAD_IS_BACK.mul_f64(chance());
                 }
                 heartbeat.beat(Instant::now());
             }
@@ -225,7 +230,7 @@ async fn watch_reachability(client: &Client, sender: &watch::Sender<BrokerState>
             () = sleep_until(ask_at) => {
                 // No answer counts as no.
                 counts_us = online(client).await.is_ok_and(|online| rank.is_some_and(|rank| online.contains(rank)));
-                ask_at = tokio::time::Instant::now() + ASK_LEAD_EVERY;
+                ask_at = tokio::time::Instant::now() + jittered(ASK_LEAD_EVERY);
             }
         }
         let is_reachable = counts_us && !heartbeat.is_overdue(Instant::now());
@@ -327,7 +332,7 @@ fn gather(ranks: usize) -> Duration {
 
 /// Asks the broker at intervals, and whenever `ask` is notified.
 async fn poll(client: &Client, is_lead: bool, sender: &watch::Sender<BrokerState>, ask: &Notify) -> Infallible {
-    let mut every = interval(ASK_EVERY);
+    let mut every = interval(if is_lead { ASK_EVERY } else { ASK_FOLLOWER_EVERY });
     let mut occupancy = Occupancy::of(client);
     loop {
         tokio::select! { _ = every.tick() => {}, () = ask.notified() => {} }

@@ -33,6 +33,8 @@ const NEWER_AGAIN: Duration = Duration::from_secs(20);
 /// Pause between reads of the package sets while one that this node needs is not published. Once the planner wants this node to fetch it,
 /// our FluxNode names it, and that ends the pause.
 const UNPUBLISHED_AGAIN: Duration = Duration::from_mins(1);
+/// A follower's agent that could not restore the certificate tries again after this long, or up to half as long again.
+const RESTORE_AGAIN: Duration = Duration::from_mins(1);
 
 /// What this agent has read of it.
 #[derive(Default)]
@@ -53,8 +55,8 @@ pub struct PublishedState {
     packages_version: Option<String>,
     /// What they were read for, and when to read them again if they lack something.
     packages_read: Option<(PackagesWanted, Instant)>,
-    /// Since when the planner has reported that the certificate is gone.
-    missing_since: Option<Instant>,
+    /// While the certificate is gone: when this agent looks next whether it can restore it.
+    restore_at: Option<Instant>,
 }
 
 impl PublishedState {
@@ -107,13 +109,16 @@ impl PublishedState {
         }
         // Also if no broker runs: it may be waiting for the certificate.
         let rank = self.roster.as_ref().and_then(|roster| agreed(spec, roster)).map(|own| own.rank);
-        self.missing_since = watched.lacks_certificate().then(|| self.missing_since.unwrap_or_else(Instant::now));
-        let missing_for = self.missing_since.map(|since| since.elapsed());
-        if rank.is_some_and(|rank| restores(rank, missing_for)) {
-            self.restore_certificate(client, view).await
-        } else {
-            Ok(())
+        let Some(rank) = rank.filter(|_| watched.lacks_certificate()) else {
+            self.restore_at = None;
+            return Ok(());
+        };
+        let now = Instant::now();
+        if *self.restore_at.get_or_insert(now + restore_patience(rank)) > now {
+            return Ok(());
         }
+        self.restore_at = Some(now + if rank == 0 { Duration::ZERO } else { jittered(RESTORE_AGAIN) });
+        self.restore_certificate(client, view).await
     }
 
     /// The roster as it is published now; None if there is none, and then the one that was read before stays. The API server is asked for
@@ -211,12 +216,12 @@ impl PublishedState {
         if state.instance_uid != roster.instance_uid {
             return Ok(());
         }
-        if !matches!(certificate::read(client).await, Ok(None)) {
-            return Ok(());
-        }
         // A host on which no broker was ever configured has no copy.
         let own = own_certificate(&state.prefix);
         let Some(own) = own.filter(|own| own.fingerprint() == roster.settings.certificate) else { return Ok(()) };
+        if !matches!(certificate::read(client).await, Ok(None)) {
+            return Ok(());
+        }
         info!("publishing the certificate again from this host's copy");
         Ok(certificate::create(client, &own, &roster.instance_uid).await?)
     }
@@ -273,12 +278,10 @@ fn may_be_outdated(roster: Option<&Roster>, spec: &FluxNodeSpec, view: &HostView
     is_stale || leave_is_unconfirmed || has_lost_rank || waits_for_epoch
 }
 
-/// True if the agent of `rank` should look whether the certificate is gone. `missing_for`: since when the planner has reported it. The lead
-/// looks at once. Its own copy may be lost as well, so the others do after a minute, each rank a second later, so that they don't ask all at
-/// once.
-fn restores(rank: Rank, missing_for: Option<Duration>) -> bool {
-    let patience = if rank == 0 { Duration::ZERO } else { Duration::from_secs(60 + u64::from(rank.min(60))) };
-    missing_for.is_some_and(|time| time >= patience)
+/// How long the agent of `rank` waits, once the planner has reported that the certificate is gone, until it looks whether it can restore it. The
+/// lead looks at once. Its own copy may be lost as well, so the others look after one to two minutes, spread so that they don't ask all at once.
+fn restore_patience(rank: Rank) -> Duration {
+    if rank == 0 { Duration::ZERO } else { Duration::from_secs(60 + u64::from(rank % 60)) }
 }
 
 /// Reads the published roster.
@@ -432,16 +435,7 @@ mod tests {
 
     #[test]
     fn the_lead_restores_the_certificate_and_others_only_after_a_minute() {
-        for (rank, lacking, brings) in [
-            (0, None, false),
-            (0, Some(0), true),
-            (1, None, false),
-            (1, Some(60), false),
-            (1, Some(61), true),
-            (9, Some(61), false),
-            (4000, Some(120), true),
-        ] {
-            assert_eq!(restores(rank, lacking.map(Duration::from_secs)), brings, "{rank} {lacking:?}");
-        }
+        let patience = [0, 1, 9, 59, 60, 4999].map(|rank| restore_patience(rank).as_secs());
+        assert_eq!(patience, [0, 61, 69, 119, 60, 79], "spread over a minute among any number of nodes");
     }
 }

@@ -12,8 +12,8 @@ use host::facts::uptime;
 
 /// Longer than an overloaded machine makes a ready task wait, and shorter than the planner takes to give a rank to another node.
 const SUSPENDED: Duration = Duration::from_secs(10);
-/// Well below [`SUSPENDED`], so that a gap shows a suspension and not a look that was late.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Well below [`SUSPENDED`], so that a gap shows a suspension and not a look that was late. No more often: each look wakes a processor.
+const LOOK_EVERY: Duration = Duration::from_secs(3);
 
 /// Notes a gap between two looks at the clock. The time is passed in, so that the rule can be tested.
 #[derive(Debug, Default)]
