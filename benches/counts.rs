@@ -1,5 +1,6 @@
-//! What many agents cost a real API server: requests, bytes, events and rounds of each, in a cold start and afterwards, and how the planner's end is
-//! followed. The agents are of the real code and run in this process; their hosts, Flux and kubelets are played.
+//! What many agents cost a real API server: requests, bytes, events and rounds of each, from their start and afterwards, and how long another agent
+//! takes to become the planner. The agents are of the real code and run in this process; their hosts, Flux and kubelets are played. On each host
+//! the packages are there from the beginning, so installing them is not counted.
 //!
 //!     KUBEBUILDER_ASSETS=… cargo bench --bench counts -- SECONDS NODES…
 //!
@@ -99,7 +100,7 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
     eprintln!("{nodes} online after {online:?}");
     let start = fleet.costs();
     sleep(SETTLES).await;
-    let each = memory().saturating_sub(before) * 1024 / u64::from(nodes);
+    let bytes_per_agent = memory().saturating_sub(before) * 1024 / u64::from(nodes);
     let settled = fleet.costs();
     sleep(steady).await;
     let steady_costs = fleet.since(&settled);
@@ -113,7 +114,7 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
         fleet.online(number + 1).await;
     }
     let before_failover = fleet.costs();
-    let begin = Instant::now();
+    let killed = Instant::now();
     fleet.kill(planner).await;
     let successor = loop {
         let now = fleet.planner().await;
@@ -122,7 +123,7 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
         }
         sleep(LOOK_AGAIN).await;
     };
-    let failover = begin.elapsed();
+    let failover = killed.elapsed();
     // The successor lists all objects, and may write what its predecessor could not.
     sleep(SETTLES).await;
     let failover_costs = fleet.since(&before_failover);
@@ -135,7 +136,7 @@ async fn count(nodes: u32, steady: Duration, planners: &Handle) -> Value {
                "successor": whole(&costs[successor].planner)})
     };
     json!({
-        "nodes": nodes, "online_secs": online.as_secs_f64(), "bytes_of_memory_per_agent": each,
+        "nodes": nodes, "online_secs": online.as_secs_f64(), "bytes_of_memory_per_agent": bytes_per_agent,
         "start": part(&start), "steady_secs": steady.as_secs_f64(), "steady": part(&steady_costs),
         "turned_away": turned_away.load(Ordering::Relaxed), "between_heartbeats_secs": between_heartbeats, "join_secs": joins,
         "failover_secs": failover.as_secs_f64(), "failover": part(&failover_costs),
@@ -166,16 +167,16 @@ fn whole(counts: &many::counts::Counts) -> Value {
            "by_request": counts.requests, "by_bytes": counts.bytes})
 }
 
-/// Means of these agents, with what of the planner is in each.
+/// Means of these agents. `requests`, `bytes` and `events` include what each asks as a candidate for planner; `by_request` and `by_bytes` do not.
 fn means(costs: &[&Cost]) -> Value {
-    let of = |of: &dyn Fn(&Cost) -> u64| mean(costs, of);
+    let mean_of = |part: &dyn Fn(&Cost) -> u64| mean(costs, part);
     json!({
         "agents": costs.len(),
-        "requests": of(&Cost::requests),
-        "bytes": of(&Cost::bytes),
-        "events": of(&Cost::events),
-        "rounds": of(&|cost| cost.rounds),
-        "resyncs": of(&|cost| cost.resyncs),
+        "requests": mean_of(&Cost::requests),
+        "bytes": mean_of(&Cost::bytes),
+        "events": mean_of(&Cost::events),
+        "rounds": mean_of(&|cost| cost.rounds),
+        "resyncs": mean_of(&|cost| cost.resyncs),
         "by_request": by_kind(costs, |cost| &cost.own.requests),
         "by_bytes": by_kind(costs, |cost| &cost.own.bytes),
     })

@@ -290,7 +290,6 @@ async fn measure(nodes: u32) {
         sleep(SETTLES).await;
     }
     let (rounds_then, secs_then) = planner.rounds();
-    joins.sort_unstable_by(f64::total_cmp);
     let round_secs = (secs_then - secs) / (rounds_then - rounds);
     let memory = json!({"now": planner.mebibytes("VmRSS"), "most": planner.mebibytes("VmHWM")});
 
@@ -307,7 +306,7 @@ async fn measure(nodes: u32) {
     following.abort();
     let result = json!({
         "nodes": nodes, "start": start, "idle": idle, "cpu_secs_of_heartbeat": cpu_of_heartbeat,
-        "join_secs": {"median": joins[joins.len() / 2], "worst": joins[joins.len() - 1]},
+        "join_secs": joins,
         "round_secs": round_secs, "memory_mib": memory, "failover": failover,
     });
     println!("{result}");

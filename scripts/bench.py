@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measures what docs/measured.md says about scale, and writes it there: JSON in target/bench.json, and a Markdown table.
+"""Measures what docs/measured.md says about scale, and writes it there: JSON in target/bench.json, and a Markdown table. Unless
+it ran as a whole, the page stays as it is, and the table is in target/bench.md. If a part failed or lacks what it needs, the exit code is 1.
 
-    make bench                  or scripts/bench.py, as root: local nodes need it
+    make bench                  or scripts/bench.py, as root: local nodes need it; with FLUX_PREFIX and KUBEBUILDER_ASSETS as for the tests (docs/operations.md)
     scripts/bench.py --of target/bench.json     measures nothing: writes the table of these results
 
-NODES="10 100 1000": numbers of nodes; these are the default, as far as this machine's memory allows it. Each takes up to 6 MiB.
+NODES="10 100 1000": numbers of nodes; these are the default. Those that this machine's memory does not allow are not run: each node takes up to 6 MiB.
 SECONDS_IDLE=300: how long to count once all are online; each watch begins anew within 290 s.
 PLANNED=5000: nodes of the bench of the planner alone.
 SECONDS_AGENT=150: how long to count idle agents.
@@ -30,6 +31,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured.md"
+PARTIAL = ROOT / "target" / "bench.md"
 BEGIN, END = "<!-- make bench writes from here -->", "<!-- to here -->"
 PROFILE = os.environ.get("BENCH_PROFILE", "bench")
 ASSETS = os.environ.get("KUBEBUILDER_ASSETS", "")
@@ -42,12 +44,16 @@ BENCHES = ["account", "counts", "planner", "pure"]
 JOIN = ["decide_join", "observe_members", "project_all", "instance_status"]
 FLAT = 1.3
 MEBI = 1 << 20
+# How the reason begins if a part began and failed.
+FAILED = "the bench failed"
+LEFT_OUT = "ONLY left it out"
 # What this script has started and not yet seen end.
 RUNNING = set()
 # An agent of this bench takes up to 3 MiB, kube-apiserver 1.7 MiB for it and its Node, etcd 0.8 MiB.
 MEBIBYTES_PER_NODE = 6
 # More take longer than half an hour on a few cores: 5,000 kubelets alone write 500 Nodes of 15 kB in a second.
 LARGEST = 1000
+NUMBERS = [10, 100, LARGEST]
 
 
 def available_mebibytes():
@@ -58,18 +64,27 @@ def available_mebibytes():
 
 
 def numbers_of_nodes():
-    if "NODES" in os.environ:
-        return [int(number) for number in os.environ["NODES"].split()]
-    return [n for n in (10, 100, LARGEST) if n * MEBIBYTES_PER_NODE < available_mebibytes() / 2]
+    return sorted(map(int, os.environ["NODES"].split())) if "NODES" in os.environ else NUMBERS
+
+
+def is_too_many(nodes):
+    """For this machine's memory. Whoever names numbers knows better."""
+    return "NODES" not in os.environ and nodes * MEBIBYTES_PER_NODE >= available_mebibytes() / 2
 
 
 def build():
-    """Builds all benches; returns their executables by name, and that of the program."""
+    """Builds all benches, and the program for the image; returns the executables by name."""
     command = ["cargo", "bench", "--locked", "--profile", PROFILE, "--no-run", "--message-format=json-render-diagnostics"]
     command += [word for name in BENCHES for word in ("--bench", name)]
     built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     messages = [json.loads(line) for line in built.splitlines() if line.startswith("{")]
-    return {one["target"]["name"]: one["executable"] for one in messages if one.get("executable")}
+    executables = {one["target"]["name"]: one["executable"] for one in messages if one.get("executable")}
+    if {"agent", "waits", "sizes"} & set(ONLY):
+        subprocess.run(["scripts/image-binary.sh"], cwd=ROOT, check=True)
+        target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+        triple = subprocess.run(["rustc", "--print", "host-tuple"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        executables["image"] = target / triple / "image" / "flux-distribute"
+    return executables
 
 
 def run(*command, seconds=1500, **environment):
@@ -119,7 +134,7 @@ def row(what, aim, measured, verdict):
 
 
 def not_run(what, aim, why):
-    return row(what, aim, f"not run: {why}", "not run")
+    return row(what, aim, why, "failed") if why.startswith(FAILED) else row(what, aim, f"not run: {why}", "not run")
 
 
 def judged(is_met, limit=""):
@@ -144,15 +159,16 @@ def for_each(counted, of, form):
     return ", ".join(f"{one['nodes']:,}: {form.format(of(one))}" for one in counted)
 
 
-def flat(counted, what, of, form, limit=""):
+def flat(counted, asked, what, of, form, limit=""):
     values = [of(one) for one in counted]
     ratio = max(values) / values[0] if values[0] else float(max(values) > 0)
     measured = f"{for_each(counted, of, form)} ({ratio:.2f} ×)"
-    # One number of nodes has nothing to stand beside.
-    return row(what, f"flat within {FLAT} ×", measured, judged(ratio <= FLAT if len(values) > 1 else None, limit))
+    # One number of nodes has nothing to stand beside, and the others say nothing of one that was not counted.
+    is_whole = len(values) > 1 and asked == [one["nodes"] for one in counted]
+    return row(what, f"flat within {FLAT} ×", measured, judged(ratio <= FLAT if is_whole else None, limit))
 
 
-def rows_of_counts(counted, profile):
+def rows_of_counts(counted, asked, profile):
     def of_start(name):
         return lambda one: one["start"]["plain"][name]
 
@@ -188,16 +204,16 @@ def rows_of_counts(counted, profile):
     failover = last["failover"]
     storm, join = failover["plain"]["requests"], statistics.median(last["join_secs"])
     return [
-        flat(counted, "cold start: requests of an agent", of_start("requests"), "{:.1f}", "a busy API server turns requests away, and each is made again after a pause"),
-        flat(counted, "the same without those that begin a watch", without_watches, "{:.1f}", "the same"),
+        flat(counted, asked, "start, packages there: requests of an agent", of_start("requests"), "{:.1f}", "a busy API server turns requests away, and each is made again after a pause"),
+        flat(counted, asked, "the same without those that begin a watch", without_watches, "{:.1f}", "the same"),
         not_judged("requests that the API server turned away (429, 503, 504) from the first agent's start to the end of the count, of all agents and planners", lambda one: one["turned_away"], "{:,}"),
-        flat(counted, "cold start: rounds of an agent", of_start("rounds"), "{:.1f}", "a longer start has more rounds that begin only because the agent has rested for 10 or 30 s"),
+        flat(counted, asked, "start, packages there: rounds of an agent", of_start("rounds"), "{:.1f}", "a longer start has more rounds that begin only because the agent has rested for 10 or 30 s"),
         not_judged("of them: began 10 s or more after the one before", of_start("resyncs"), "{:.1f}"),
-        flat(counted, "cold start: bytes to an agent, but for the next two rows", other_bytes, "{:,.0f} B"),
-        flat(counted, "cold start: bytes of roster and broker.toml to an agent", of_ranks, "{:,.0f} B", "both name all ranks, and a broker reads both at its start; packed from 32 KiB on"),
-        flat(counted, "cold start: bytes of the FluxInstance to an agent", of_instance, "{:,.0f} B", "each change of its status is sent to all, and a longer start has more of them"),
+        flat(counted, asked, "start, packages there: bytes to an agent, but for the next two rows", other_bytes, "{:,.0f} B"),
+        flat(counted, asked, "start, packages there: bytes of roster and broker.toml to an agent", of_ranks, "{:,.0f} B", "both name all ranks, and a broker reads both at its start; packed from 32 KiB on"),
+        flat(counted, asked, "start, packages there: bytes of the FluxInstance to an agent", of_instance, "{:,.0f} B", "each change of its status is sent to all, and a longer start has more of them"),
         at_most_once(f"idle: requests of an agent in a minute, counted for {seconds} s", per_minute("plain", "requests")),
-        flat(counted, "idle: rounds of an agent in a minute", per_minute("plain", "rounds"), "{:.1f}"),
+        flat(counted, asked, "idle: rounds of an agent in a minute", per_minute("plain", "rounds"), "{:.1f}"),
         at_most_once("idle: requests of the lead's agent in a minute", per_minute("lead", "requests")),
         not_judged("all nodes online, from the agents' start; all share this machine", lambda one: one["online_secs"], "{:.1f} s"),
         row(
@@ -218,12 +234,12 @@ def rows_of_counts(counted, profile):
 
 
 def rows_of_planner(found, profile):
-    what = f"planner at {found['nodes']:,}" if isinstance(found, dict) else "planner in a process of its own"
+    what = f"planner at {found['nodes']:,}, no heartbeats" if isinstance(found, dict) else "planner in a process of its own"
     agents = f"{found['nodes']:,} agents" if isinstance(found, dict) else "all agents"
 
     def join(found):
-        median, worst = found["join_secs"]["median"], found["join_secs"]["worst"]
-        return f"{median * 1000:.0f} ms, {worst * 1000:.0f} ms", judged(unless_dev(profile, median <= 0.2))
+        median, worst = statistics.median(found["join_secs"]), max(found["join_secs"])
+        return f"{median * 1000:.0f} ms, {worst * 1000:.0f} ms of {len(found['join_secs'])}", judged(unless_dev(profile, median <= 0.2))
 
     def memory(found):
         most = max(found["memory_mib"]["most"], found["failover"]["most_memory"]) * MEBI
@@ -248,18 +264,18 @@ def rows_of_planner(found, profile):
 
     def peak(found):
         most, mean = found["start"]["requests_in_busiest_second"], found["start"]["requests"] / found["start"]["online_secs"]
-        return f"{most:.0f}, {mean:.0f} ({most / mean:.1f} ×)", judged(most <= 3 * mean)
+        return f"{most:.0f}; {mean:.0f} ({most / mean:.1f} ×)", judged(most <= 3 * mean)
 
     return rows(
         found,
         [
-            (f"{what}: a join, from the report of the host to the published roster, with 100 ms to gather: median, worst of 11", "≤ 200 ms", join),
+            (f"{what}: a join, from the report of the host to the published roster, with 100 ms to gather: median, worst", "≤ 200 ms", join),
             (f"{what}: its process's memory, most", "≤ 200 MB", memory),
             (f"{what} killed: another one has the Lease, has planned; its requests", "≤ 20 s; ≤ 100", failover),
             (f"{what}: mean of a round, while nodes join", "no aim", lambda found: (f"{found['round_secs'] * 1000:.0f} ms", "–")),
-            (f"{what}, idle, without heartbeats: share of a core, requests in a minute; processor time of a heartbeat, share of a core with one of each Node in 10 s", "no aim", idle),
+            (f"{what}, idle: share of a core, requests in a minute; processor time of a heartbeat, share of a core with one of each Node in 10 s", "no aim", idle),
             (f"{agents} begin, as fast as the API server takes them: all FluxNodes made, all in the roster, all online", "in the roster ≤ 30 s after the last, if all appear within 10 s", appeared),
-            ("the same: requests of the planner in the busiest second, in the mean one", "≤ 3 ×", peak),
+            ("the same: requests of the planner in the busiest second; mean of all seconds", "≤ 3 ×", peak),
             ("the same: rounds of the planner, its processor time", "no aim", lambda found: (f"{found['start']['rounds']:.0f}, {found['start']['cpu_secs']:.1f} s", "–")),
         ],
     )
@@ -270,19 +286,19 @@ def rows_of_agent(found, profile):
 
     def size(found):
         memory, share = found["rss_mib"], found["share_of_core"] * 100
-        measured = f"{memory:.1f} MiB ({found['anonymous_mib']:.1f}), {found['threads']}, {share:.2f} %; {found['agents']} agents, {found['program']} program, for {found['seconds']:.0f} s"
-        return measured, judged(unless_dev(profile, memory <= 15 and found["threads"] <= 6 and share <= 0.1), "most of the memory is the executable, as far as the kernel has mapped it, and most of the time the host stage's")
+        measured = f"{memory:.1f} MiB ({found['anonymous_mib']:.1f}), {found['threads']}, {share:.2f} %; {found['agents']} agents for {found['seconds']:.0f} s"
+        return measured, judged(unless_dev(profile, memory <= 15 and found["threads"] <= 6 and share <= 0.1), "most of the memory is the executable, as far as the kernel has mapped it")
 
     def of_round(found):
-        each, of_stage = found["cpu_ms_per_round"], found["cpu_ms_of_stage"]
+        each, of_stage = found["cpu_ms_in_30_secs"], found["stage_ms_in_30_secs"]
         is_met = each <= 5 and found["written_bytes"] + found["requests"] == 0
-        return f"{each:.1f} ms ({of_stage:.1f}), {found['written_bytes']}, {found['requests']:.0f}", judged(unless_dev(profile, is_met), "the host stage is a process of its own")
+        return f"{each:.1f} ms ({of_stage:.1f}), {found['written_bytes']}, {found['requests']:.0f}", judged(unless_dev(profile, is_met), f"the host stage is a process of its own, and in {each - of_stage:.0f} ms the agent asks its broker, reads heartbeats and timers")
 
     return rows(
         found,
         [
             (f"{what}: RSS (of it anonymous), threads, share of a core", "≤ 15 MiB, ≤ 6, ≤ 0.1 %", size),
-            (f"{what}: processor time for each 30 s, which is one round (of it the host stage); bytes written, requests in all that time", "≤ 5 ms, 0, 0", of_round),
+            (f"{what}: processor time in 30 s, the longest rest between two rounds (of it the host stage); bytes written, requests in all that time", "≤ 5 ms, 0, 0", of_round),
         ],
     )
 
@@ -334,11 +350,11 @@ def rows_of_pure(found, profile):
 def rows_of_account(found):
     def held(found):
         return (
-            f"{found['first_secs']:.1f} s; {found['memory_mib']} MiB, {found['cpu_secs']:.1f} s; a rollout that took {found['rollout_secs']:.1f} s after {found['followed_secs']:.1f} s",
+            f"{found['first_secs']:.1f} s; {found['memory_mib']} MiB, {found['cpu_secs']:.1f} s; a rollout took {found['rollout_secs']:.1f} s, followed {found['followed_secs']:.1f} s later",
             "–",
         )
 
-    return rows(found, [("account: 1,000 nodes with four other pods each are held in Flux after; the bridge's memory, its processor time; a rollout of one pod of each is followed", "no aim", held)])
+    return rows(found, [("account: 1,000 nodes with four other pods each are held in Flux after; the bridge's memory, its processor time; how long a rollout of one pod of each takes, and how much later the bridge has followed", "no aim", held)])
 
 
 def rows_of_sizes(found):
@@ -354,24 +370,12 @@ def rows_by_hand():
     ]
 
 
-def image_binary():
-    """The image's binary, if it was built since the last commit that concerns it."""
-    target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    triple = subprocess.run(["rustc", "--print", "host-tuple"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
-    binary = target / triple / "image" / "flux-distribute"
-    changed = git("log", "-1", "--format=%ct", "--", "crates", "src", "Cargo.toml", "Cargo.lock", ".cargo", "docker", "scripts/image-binary*")
-    return binary if binary.exists() and binary.stat().st_mtime >= int(changed or 0) else None
-
-
-def sizes():
+def sizes(binary):
     """Of image and binary, in MiB; or why they are not known."""
-    binary = image_binary()
-    if not binary:
-        return "`make image-binary` was not run since the last commit to the sources; run it first"
     with tempfile.TemporaryDirectory() as place:
         image = pathlib.Path(place) / "image.tar"
         if run("scripts/image.sh", image, BINARY=str(binary)) is None:
-            return "scripts/image.sh failed"
+            return f"{FAILED}: scripts/image.sh"
         return {"image": image.stat().st_size / MEBI, "binary": binary.stat().st_size / MEBI}
 
 
@@ -381,7 +385,7 @@ def pure(executable):
     if isinstance(found, str):
         return found
     times = {name: criterion(name) for name in ["render", "write_roster", "read_roster", *JOIN]}
-    return {**found, "milliseconds": times} if None not in times.values() else "criterion has left no result"
+    return {**found, "milliseconds": times} if None not in times.values() else f"{FAILED}: criterion has left no result"
 
 
 def git(*words):
@@ -423,13 +427,14 @@ def about(result):
 
 def table(result):
     counted, profile = result["counted"], result["profile"]
-    found = rows_of_counts(counted, profile) if counted else []
+    found = rows_of_counts(counted, result["asked"], profile) if counted else []
     missing, aim = set(result["asked"]) - {one["nodes"] for one in counted}, f"flat within {FLAT} ×"
-    found += [not_run(f"what an agent costs among {nodes:,}", aim, "the bench failed, or took too long") for nodes in sorted(missing)]
+    why = lambda nodes: "this machine has too little free memory" if nodes in result["too_many"] else f"{FAILED}, or took too long"
+    found += [not_run(f"what an agent costs among {nodes:,}", aim, why(nodes)) for nodes in sorted(missing)]
     if result["not_counted"]:
         found.append(not_run("what an agent costs", aim, result["not_counted"]))
     elif 5000 not in result["asked"]:
-        found.append(not_run("what an agent costs among 5,000", aim, "NODES did not name it; see below"))
+        found.append(not_run("what an agent costs among 5,000", aim, "two cores don't carry them; see below"))
     found += rows_of_planner(result["planner"], profile)
     found += rows_of_agent(result["agent"], profile)
     found += rows_of_waits(result["waits"], profile)
@@ -445,7 +450,7 @@ def table(result):
 def lacking(part, *needs):
     """Why a part can't run; None if it can. needs: of `flux`, `api`, `root`."""
     if part not in ONLY:
-        return "ONLY left it out"
+        return LEFT_OUT
     if "api" in needs and not (pathlib.Path(ASSETS) / "kube-apiserver").exists():
         return "KUBEBUILDER_ASSETS names no kube-apiserver"
     if "flux" in needs and not (pathlib.Path(FLUX) / "bin" / "flux").exists():
@@ -456,7 +461,7 @@ def lacking(part, *needs):
 
 
 def first_object(text):
-    return (objects(text) or ["the bench failed"])[0]
+    return (objects(text) or [FAILED])[0]
 
 
 def on_local_nodes(built, script, *arguments):
@@ -464,13 +469,10 @@ def on_local_nodes(built, script, *arguments):
     with tempfile.TemporaryDirectory() as place:
         bundle, binary = f"{place}/flux.tar.gz", built["flux-distribute"]
         if run(binary, "bundle", "create", "--from-prefix", FLUX, "--out", bundle) is None:
-            return "no bundle could be made of FLUX_PREFIX"
+            return f"{FAILED}: no bundle could be made of FLUX_PREFIX"
         path = f"{os.environ['PATH']}:{ASSETS}"
-        # What clusters run, if it is there.
-        image = image_binary()
-        agent = {"FLUX_DISTRIBUTE_LOCAL_AGENT": str(image)} if image else {}
-        found = first_object(run(sys.executable, f"scripts/{script}", *arguments, BUNDLE=bundle, BINARY=binary, PATH=path, **agent))
-        return found if isinstance(found, str) else {**found, "program": "the image's" if image else f"a {PROFILE} build's"}
+        # The agents are what clusters run.
+        return first_object(run(sys.executable, f"scripts/{script}", *arguments, BUNDLE=bundle, BINARY=binary, PATH=path, FLUX_DISTRIBUTE_LOCAL_AGENT=str(built["image"])))
 
 
 def end_early(*_):
@@ -478,6 +480,19 @@ def end_early(*_):
         end(process)
     # Threads may still wait for commands that were to follow.
     os._exit(1)
+
+
+def shortfalls(result):
+    """What keeps this from being a whole run: parts that failed or lack what they need, and what the settings leave out."""
+    reasons = [result["not_counted"], *(result[part] for part in PARTS if part != "counts")]
+    reasons = [reason for reason in reasons if isinstance(reason, str)]
+    counted = {one["nodes"] for one in result["counted"]}
+    failed = [reason for reason in reasons if reason != LEFT_OUT]
+    failed += [f"{nodes:,} nodes were not counted" for nodes in result["asked"] if nodes not in counted]
+    left_out = [reason for reason in reasons if reason == LEFT_OUT]
+    left_out += [f"NODES left out {nodes:,}" for nodes in NUMBERS if result["asked"] and nodes not in result["asked"]]
+    left_out += ["BENCH_PROFILE is dev"] if result["profile"] == "dev" else []
+    return failed, left_out
 
 
 def measure():
@@ -490,19 +505,21 @@ def measure():
     begin, result, first = time.monotonic(), versions(), hash_secs()
     result["not_counted"] = lacking("counts", "api")
     result["asked"] = [] if result["not_counted"] else numbers_of_nodes()
+    result["too_many"] = [nodes for nodes in result["asked"] if is_too_many(nodes)]
+    fitting = [nodes for nodes in result["asked"] if nodes not in result["too_many"]]
     # An idle agent alone on the machine: others would cost it time.
     result["agent"] = lacking("agent", "flux", "root") or on_local_nodes(built, "bench_agent.py", os.environ.get("SECONDS_AGENT", "150"))
     counting = lambda nodes: objects(run(built["counts"], os.environ.get("SECONDS_IDLE", "300"), nodes, seconds=1500 if nodes <= LARGEST else 7200))
     # The small ones at the same time: they mostly wait. Their times are not judged.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = list(pool.map(counting, [nodes for nodes in result["asked"] if nodes <= 100]))
-    found += [counting(nodes) for nodes in result["asked"] if nodes > 100]
+        found = list(pool.map(counting, [nodes for nodes in fitting if nodes <= 100]))
+    found += [counting(nodes) for nodes in fitting if nodes > 100]
     result["counted"] = sorted((one for each in found for one in each), key=lambda one: one["nodes"])
     result["planner"] = lacking("planner", "api") or first_object(run(built["planner"], PLANNED))
     result["waits"] = lacking("waits", "flux", "root") or on_local_nodes(built, "bench_waits.py", os.environ.get("TURNS", "6"))
     result["pure"] = lacking("pure") or pure(built["pure"])
     result["account"] = lacking("account", "api", "flux") or first_object(run(built["account"], "1000", "4", seconds=600))
-    result["sizes"] = lacking("sizes") or sizes()
+    result["sizes"] = lacking("sizes") or sizes(built["image"])
     result["hash_secs"] = [first, hash_secs()]
     result["seconds"] = round(time.monotonic() - begin)
     (ROOT / "target").mkdir(exist_ok=True)
@@ -513,15 +530,19 @@ def measure():
 def main():
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, end_early)
-    if sys.argv[1:2] == ["--of"]:
-        result = json.loads(pathlib.Path(sys.argv[2]).read_text())
-    else:
-        result = measure()
+    is_stored = sys.argv[1:2] == ["--of"]
+    result = json.loads(pathlib.Path(sys.argv[2]).read_text()) if is_stored else measure()
     text = table(result)
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.split(END, 1)[1])
     print(text)
+    failed, left_out = shortfalls(result)
+    if is_stored or not failed + left_out:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.split(END, 1)[1])
+        return
+    PARTIAL.write_text(text + "\n")
+    print(f"{PAGE} stays as it is, and the table is in {PARTIAL}: {'; '.join(failed + left_out)}", file=sys.stderr)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
