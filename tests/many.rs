@@ -24,7 +24,7 @@ use many::{
 use serde_json::json;
 use tokio::{
     runtime::Handle,
-    time::{pause, sleep},
+    time::{Instant, pause, sleep},
 };
 use tower::ServiceExt;
 
@@ -54,6 +54,7 @@ struct Counted {
     nodes: u32,
     lead: usize,
     planner: usize,
+    start_time: Duration,
     start: Vec<Cost>,
     idle: Vec<Cost>,
     heartbeats: Vec<Cost>,
@@ -76,9 +77,10 @@ impl Counted {
     async fn count(nodes: u32) -> Self {
         let server = embedded();
         let mut fleet = Fleet::make(server.clone(), move || server.clone(), Handle::current(), nodes).await;
+        let begin = Instant::now();
         fleet.start(0..nodes as usize);
         fleet.online(nodes as usize).await;
-        let start = fleet.costs();
+        let (start, start_time) = (fleet.costs(), begin.elapsed());
         pause();
         sleep(SETTLES).await;
         let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
@@ -96,7 +98,7 @@ impl Counted {
         sleep(IDLE).await;
         let idle = fleet.since(&before);
         let (lead, planner) = (fleet.lead(), fleet.planner().await);
-        Self { nodes, lead, planner, start, idle, heartbeats, rollout, one_node, each_node, instance }
+        Self { nodes, lead, planner, start_time, start, idle, heartbeats, rollout, one_node, each_node, instance }
     }
 }
 
@@ -160,8 +162,16 @@ fn what_an_agent_costs_does_not_grow_with_the_number_of_nodes() {
     let more = mean(&many.plain(&many.start), of_all) - mean(&few.plain(&few.start), of_all);
     assert!(more <= f64::from(300 * (NODES[1] - NODES[0])), "{more} bytes of roster and broker.toml");
     for counted in [&few, &many] {
+        counts_are_gathered(counted);
         only_those_concerned_wake(counted);
     }
+}
+
+/// Each write of the FluxInstance's status is sent to all agents: while only counts change, the more agents there are, the longer the planner waits.
+fn counts_are_gathered(counted: &Counted) {
+    let writes = counted.start[counted.planner].planner.requests["replace fluxinstances/flux/status"];
+    let due = counted.start_time.as_millis() / u128::from(5 * counted.nodes);
+    assert!(u128::from(writes) <= 10 + due, "{writes} writes in {:?} among {}", counted.start_time, counted.nodes);
 }
 
 /// What is counted of each agent, in one part of the run.
