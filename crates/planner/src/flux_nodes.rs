@@ -1,4 +1,4 @@
-//! Writes the FluxNodes' specs and deletes the FluxNodes of Nodes that are gone. Remembers which ones refuse.
+//! Writes the FluxNodes' specs, and deletes the FluxNodes of Nodes that are gone.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
@@ -38,8 +38,8 @@ const AT_ONCE: usize = 16;
 /// A FluxNode that can't be written is reported after this long: most failures are over sooner.
 const REPORT_AFTER: Duration = Duration::from_secs(10);
 
-/// The FluxNodes, as far as the planner writes them.
-pub struct FluxNodes {
+/// Writes FluxNodes' specs and deletes stale FluxNodes. Remembers which ones could not be written, and since when.
+pub struct FluxNodeWriter {
     client: Client,
     /// Those that could not be written, by name.
     refused: BTreeMap<String, Refused>,
@@ -56,14 +56,14 @@ struct Refused {
     why: String,
 }
 
-impl FluxNodes {
+impl FluxNodeWriter {
     /// Nothing is known of any FluxNode yet.
     pub fn new(client: Client) -> Self {
         Self { client, refused: BTreeMap::new(), stale: HashMap::new() }
     }
 
     /// Writes the specs that have changed, for [`LONGEST_WRITES`]. A FluxNode that can't be written, perhaps because its own agent has filled it, stops
-    /// no other one; see [`FluxNodes::unusable`].
+    /// no other one; see [`FluxNodeWriter::unusable`].
     pub async fn write(&mut self, projected: Vec<(&FluxNode, FluxNodeSpec)>) {
         let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
         // The planner does not write the others any more.
@@ -73,13 +73,13 @@ impl FluxNodes {
         while let Some((name, result)) = written.next().await {
             match result {
                 Ok(()) => drop(self.refused.remove(&name)),
-                Err(error) => self.refuse(name, error_chain(&error)),
+                Err(error) => self.remember_failure(name, error_chain(&error)),
             }
         }
     }
 
     /// Remembers that FluxNode `name` could not be written, and why.
-    fn refuse(&mut self, name: String, why: String) {
+    fn remember_failure(&mut self, name: String, why: String) {
         let now = Instant::now();
         match self.refused.entry(name) {
             Entry::Occupied(mut known) => {

@@ -1,6 +1,11 @@
 //! Writes annotations and labels of Nodes.
 
-use std::{collections::BTreeMap, pin::pin, time::Duration};
+use std::{
+    collections::HashMap,
+    pin::pin,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Node;
@@ -19,100 +24,97 @@ use model::{eligibility::NodeView, marks::NodeChange, members::NodeIndex};
 const AT_ONCE: usize = 16;
 /// How long a Node that refuses a mark is left alone.
 const AGAIN: Duration = Duration::from_mins(1);
+/// The same after an error that may pass by itself: autoscalers may take a node with jobs until its annotations are there.
+const SOON_AGAIN: Duration = Duration::from_secs(10);
 
-/// What the planner writes onto Nodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Mark {
-    /// Annotations that keep autoscalers away.
-    Protection,
-    /// What pods can select by.
-    Label,
-}
-
-/// Writes onto Nodes. What fails is logged, and stops nothing else.
+/// Writes one kind of mark, annotations or labels, onto Nodes: a Node may refuse one and take the other. A failed write is logged, and stops nothing else.
 pub struct Marks {
     client: Client,
-    /// Names of Nodes that refused a mark, and until when they are left alone.
-    refused: BTreeMap<(Mark, String), Instant>,
+    /// For the log.
+    kind: &'static str,
+    /// uids of Nodes that could not be written, and until when they are left alone.
+    left_alone: HashMap<String, Instant>,
 }
 
 impl Marks {
-    /// No Node has refused anything yet.
-    pub fn new(client: Client) -> Self {
-        Self { client, refused: BTreeMap::new() }
+    /// No write has failed yet. `kind`: what is written, for the log.
+    pub fn new(client: Client, kind: &'static str) -> Self {
+        Self { client, kind, left_alone: HashMap::new() }
     }
 
     /// Writes `changes`, which were decided from the Nodes as `observed`, for [`LONGEST_WRITES`].
-    pub async fn write(
-        &mut self,
+    pub async fn write(&mut self, nodes: &Views<NodeView>, observed: &[&NodeView], mut changes: Vec<NodeChange>) {
+        let now = Instant::now();
+        self.left_alone.retain(|_, until| now < *until);
+        changes.retain(|change| !self.left_alone.contains_key(&change.uid));
+        let failed = self.write_all(nodes, observed, changes, Some(now + LONGEST_WRITES)).await;
+        let now = Instant::now();
+        self.left_alone.extend(failed.into_iter().map(|(uid, pause)| (uid, now + pause)));
+    }
+
+    /// Writes all `changes` at the instance's end, also onto Nodes that are left alone: the right to write may be gone within seconds.
+    pub async fn write_at_the_end(&self, nodes: &Views<NodeView>, observed: &[&NodeView], changes: Vec<NodeChange>) {
+        self.write_all(nodes, observed, changes, None).await;
+    }
+
+    /// Writes `changes`. If somebody has written meanwhile what a change concerns, that Node is left alone, and the next round decides again. If one
+    /// change fails, the others are still written. With `until`, no further write begins from then on, nor once the API server does not answer or is
+    /// too busy. Returns the uids of the Nodes that could not be written, and how long to leave them alone.
+    async fn write_all(
+        &self,
         nodes: &Views<NodeView>,
         observed: &[&NodeView],
-        mark: Mark,
-        mut changes: Vec<NodeChange>,
-    ) {
-        let now = Instant::now();
-        self.refused.retain(|_, until| now < *until);
-        changes.retain(|change| !self.refused.contains_key(&(mark, change.node.clone())));
-        let refused = write_all(&self.client, nodes, observed, changes, Some(now + LONGEST_WRITES)).await;
-        let until = Instant::now() + AGAIN;
-        self.refused.extend(refused.into_iter().map(|node| ((mark, node), until)));
-    }
-
-    /// Writes all `changes` at the instance's end, whichever Node refused them before: the right to write may be gone within seconds.
-    pub async fn write_at_the_end(&self, nodes: &Views<NodeView>, observed: &[&NodeView], changes: Vec<NodeChange>) {
-        write_all(&self.client, nodes, observed, changes, None).await;
-    }
-}
-
-/// Writes `changes`, which were decided from the Nodes as `observed`. If somebody has written meanwhile what a change concerns, that Node is left alone, and
-/// the next round decides again. If one change fails, the others are still written. From `until` on, no further write begins. Returns the names of the
-/// Nodes that refused.
-async fn write_all(
-    client: &Client,
-    nodes: &Views<NodeView>,
-    observed: &[&NodeView],
-    changes: Vec<NodeChange>,
-    until: Option<Instant>,
-) -> Vec<String> {
-    let observed = NodeIndex::of(observed);
-    let api = Api::<Node>::all(client.clone());
-    let is_in_time = |_: &NodeChange| until.is_none_or(|until| Instant::now() < until);
-    let patches = changes.into_iter().take_while(is_in_time).filter_map(|change| {
-        let decided_from = observed.with_uid(&change.uid)?;
-        let newest = nodes.named(&change.node)?;
-        if !change.fits(decided_from, &newest.view) {
-            debug!(node = change.node, "somebody has written meanwhile what this would change: leaving the Node alone");
-            return None;
+        changes: Vec<NodeChange>,
+        until: Option<Instant>,
+    ) -> Vec<(String, Duration)> {
+        if changes.is_empty() {
+            return Vec::new();
         }
-        let NodeChange { node, annotations, labels, .. } = change;
-        debug!(node, ?annotations, ?labels, "writing onto a Node");
-        // The newest version, for each heartbeat makes another one.
-        let metadata = json!({"annotations": annotations, "labels": labels, "resourceVersion": newest.version});
-        let patch = json!({"metadata": metadata});
-        let api = api.clone();
-        Some(async move {
-            let (params, patch) = (patch_params(), Patch::Merge(patch));
-            let written = call(format!("metadata of Node {node}"), api.patch_metadata(&node, &params, &patch)).await;
-            (node, gone_is_fine(written).err())
-        })
-    });
-    let (mut refused, mut last) = (Vec::new(), None);
-    let mut written = pin!(stream::iter(patches).buffer_unordered(AT_ONCE));
-    while let Some((node, error)) = written.next().await {
-        // With code 409 the Node has changed meanwhile: the next round tries again.
-        if let Some(error) = error.filter(|error| error.code() != Some(409)) {
-            refused.push(node);
+        let (observed, api) = (NodeIndex::of(observed), Api::<Node>::all(self.client.clone()));
+        let is_busy = AtomicBool::new(false);
+        let goes_on =
+            |_: &NodeChange| until.is_none_or(|until| Instant::now() < until && !is_busy.load(Ordering::Relaxed));
+        let patches = changes.into_iter().take_while(goes_on).filter_map(|change| {
+            let decided_from = observed.with_uid(&change.uid)?;
+            let newest = nodes.named(&change.node)?;
+            if !change.fits(decided_from, &newest.view) {
+                debug!(
+                    node = change.node,
+                    "somebody has written meanwhile what this would change: leaving the Node alone"
+                );
+                return None;
+            }
+            let NodeChange { node, uid, annotations, labels } = change;
+            debug!(node, ?annotations, ?labels, "writing onto a Node");
+            // The newest version, for each heartbeat makes another one.
+            let metadata = json!({"annotations": annotations, "labels": labels, "resourceVersion": newest.version});
+            let patch = json!({"metadata": metadata});
+            let api = api.clone();
+            Some(async move {
+                let (params, patch) = (patch_params(), Patch::Merge(patch));
+                let written =
+                    call(format!("metadata of Node {node}"), api.patch_metadata(&node, &params, &patch)).await;
+                (uid, gone_is_fine(written).err())
+            })
+        });
+        let (mut failed, mut last) = (Vec::new(), None);
+        let mut written = pin!(stream::iter(patches).buffer_unordered(AT_ONCE));
+        while let Some((uid, error)) = written.next().await {
+            let Some(error) = error else { continue };
+            match error.code() {
+                // The Node has changed meanwhile: the next round tries again.
+                Some(409) => continue,
+                None | Some(429) => is_busy.store(true, Ordering::Relaxed),
+                Some(400..=403 | 422) => failed.push((uid, AGAIN)),
+                Some(_) => failed.push((uid, SOON_AGAIN)),
+            }
             last = Some(error);
         }
+        if let Some(error) = last {
+            warn!(error = error_chain(&error), kind = self.kind, nodes = failed.len(), "can't write onto Nodes");
+        }
+        failed
     }
-    if let Some(error) = last {
-        warn!(
-            error = error_chain(&error),
-            nodes = refused.len(),
-            "can't write onto Nodes; the error is the last one's"
-        );
-    }
-    refused
 }
 
 #[cfg(test)]
@@ -159,32 +161,50 @@ mod tests {
             .map(|node| NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) });
         let views = Views::of(now, |node| Some(NodeView::from(&node)));
         let client = Client::new(serve, "default");
-        let refused = write_all(&client, &views, &observed.each_ref(), changes.into(), None).await;
-        assert_eq!(refused, [""; 0]);
+        let failed = Marks::new(client, "labels").write_all(&views, &observed.each_ref(), changes.into(), None).await;
+        assert_eq!(failed, []);
         asked.lock().unwrap().sort();
         assert_eq!(*asked.lock().unwrap(), ["1", "2"], "the version is the newest, for heartbeats change it");
     }
 
     #[tokio::test]
-    async fn no_node_is_written_from_the_end_of_its_time_on() {
-        let node: Node = serde_json::from_value(json!({"metadata": {"name": "a", "uid": "a"}})).unwrap();
-        let observed = NodeView::from(&node);
-        let change =
-            NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(&observed) };
-        let views = Views::of([node], |node| Some(NodeView::from(&node)));
-        // No request is answered.
-        let serve =
-            tower::service_fn(async |_: Request<Body>| Err::<Response<Body>, _>(std::io::Error::other("asked")));
-        let client = Client::new(serve, "default");
-        for (until, is_written) in [(Some(Instant::now()), false), (None, true)] {
-            let refused = write_all(&client, &views, &[&observed], vec![change.clone()], until).await;
-            assert_eq!(!refused.is_empty(), is_written, "{until:?}");
+    async fn no_node_is_written_from_the_end_of_its_time_on_nor_while_the_api_server_is_away_but_at_the_end() {
+        let nodes: Vec<Node> = (0..100)
+            .map(|number| {
+                let metadata = json!({"name": number.to_string(), "uid": number.to_string()});
+                serde_json::from_value(json!({"metadata": metadata})).unwrap()
+            })
+            .collect();
+        let observed: Vec<_> = nodes.iter().map(NodeView::from).collect();
+        let observed: Vec<_> = observed.iter().collect();
+        let change = |node: &&NodeView| NodeChange {
+            labels: [("l".to_owned(), Some("v".to_owned()))].into(),
+            ..NodeChange::of(node)
+        };
+        let changes: Vec<_> = observed.iter().map(change).collect();
+        let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
+        let in_an_hour = Instant::now() + Duration::from_hours(1);
+        for (until, asked_for) in
+            [(Some(Instant::now()), 0..=0), (Some(in_an_hour), 1..=2 * AT_ONCE), (None, 100..=100)]
+        {
+            let asked = Arc::<Mutex<usize>>::default();
+            let counted = asked.clone();
+            // No request is answered.
+            let serve = tower::service_fn(move |_: Request<Body>| {
+                *counted.lock().unwrap() += 1;
+                async { Err::<Response<Body>, _>(std::io::Error::other("away")) }
+            });
+            let marks = Marks::new(Client::new(serve, "default"), "labels");
+            let failed = marks.write_all(&views, &observed, changes.clone(), until).await;
+            assert_eq!(failed, [], "a Node is not left alone because the API server is away");
+            let asked = *asked.lock().unwrap();
+            assert!(asked_for.contains(&asked), "{until:?}: {asked}");
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_node_that_refuses_a_mark_is_left_alone_for_a_minute_and_keeps_no_other_one_waiting() {
-        let nodes = [200, 409, 403].map(|code| -> Node {
+        let nodes = [200, 409, 403, 503].map(|code| -> Node {
             serde_json::from_value(json!({"metadata": {"name": format!("node-{code}"), "uid": code.to_string()}}))
                 .unwrap()
         });
@@ -207,23 +227,25 @@ mod tests {
             .each_ref()
             .map(|node| NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) });
         let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
-        let mut marks = Marks::new(Client::new(serve, "default"));
-        let mut asked_by = async |mark: Option<Mark>| {
+        let mut marks = Marks::new(Client::new(serve, "default"), "labels");
+        let mut asked_by = async |is_at_the_end: bool| {
             asked.lock().unwrap().clear();
             let (observed, changes) = (observed.each_ref(), changes.to_vec());
-            match mark {
-                Some(mark) => marks.write(&views, &observed, mark, changes).await,
-                None => marks.write_at_the_end(&views, &observed, changes).await,
+            if is_at_the_end {
+                marks.write_at_the_end(&views, &observed, changes).await;
+            } else {
+                marks.write(&views, &observed, changes).await;
             }
             let mut asked = asked.lock().unwrap().clone();
             asked.sort_unstable();
             asked
         };
-        assert_eq!(asked_by(Some(Mark::Label)).await, [200, 403, 409]);
-        assert_eq!(asked_by(Some(Mark::Label)).await, [200, 409]);
-        assert_eq!(asked_by(Some(Mark::Protection)).await, [200, 403, 409], "each mark by itself");
-        assert_eq!(asked_by(None).await, [200, 403, 409], "at the end");
+        assert_eq!(asked_by(false).await, [200, 403, 409, 503]);
+        assert_eq!(asked_by(false).await, [200, 409]);
+        assert_eq!(asked_by(true).await, [200, 403, 409, 503], "at the end");
+        tokio::time::advance(SOON_AGAIN).await;
+        assert_eq!(asked_by(false).await, [200, 409, 503], "an error that may pass by itself");
         tokio::time::advance(AGAIN).await;
-        assert_eq!(asked_by(Some(Mark::Label)).await, [200, 403, 409]);
+        assert_eq!(asked_by(false).await, [200, 403, 409, 503]);
     }
 }

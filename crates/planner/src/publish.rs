@@ -1,4 +1,4 @@
-//! Writes the roster and `broker.toml`; deletes what an instance leaves that is gone.
+//! Writes the roster and `broker.toml`, and deletes the planner's objects of an instance that is gone.
 
 use kube::Client;
 use tracing::info;

@@ -24,10 +24,10 @@ use tracing::debug;
 use self::{changes::Changes, needs::Sources};
 use super::{
     caches::{Caches, ReadNode, readable},
-    flux_nodes::FluxNodes,
+    flux_nodes::FluxNodeWriter,
     instance,
     kept::{Kept, Versions},
-    marks::{Mark, Marks},
+    marks::Marks,
     measured::measured,
     package_set::Resolver,
     publish,
@@ -76,8 +76,9 @@ pub async fn run(
     let mut changes = Changes::of(changes);
     let mut planner = Planner {
         announcer: Announcer::new(client.clone(), identity),
-        flux_nodes: FluxNodes::new(client.clone()),
-        marks: Marks::new(client.clone()),
+        flux_node_writer: FluxNodeWriter::new(client.clone()),
+        annotations: Marks::new(client.clone(), "annotations"),
+        labels: Marks::new(client.clone(), "labels"),
         client,
         versions,
         roster: Kept::default(),
@@ -101,7 +102,7 @@ pub async fn run(
     };
     let mut complete = false;
     loop {
-        // When everything is being deleted, the right to write is gone within half a second.
+        // When everything is being deleted, the right to write is gone within half a second, so the round begins at once.
         changes.gather(|| caches.is_over()).await;
         complete = complete || caches.are_complete().await;
         if !complete {
@@ -166,16 +167,20 @@ struct Planner {
     is_cleaned_up: bool,
     agents: Agents,
     protection: Protection,
-    flux_nodes: FluxNodes,
-    marks: Marks,
+    flux_node_writer: FluxNodeWriter,
+    /// Those that keep autoscalers away.
+    annotations: Marks,
+    /// Those that pods can select by.
+    labels: Marks,
     metrics: Metrics,
     /// When this planner has written the FluxInstance's status last.
     status_written: Option<Instant>,
 }
 
 impl Planner {
-    /// One round: at the end, takes our marks off the Nodes; names FluxInstances that nobody serves; makes the default one; then plans, or deletes what
-    /// a deleted instance has left.
+    /// One round. If there is no instance any more, or it or the Namespace is being deleted, takes our marks off the Nodes. Says on FluxInstances of
+    /// other names that they are ignored, makes the default one, and then plans, or deletes the planner's objects once no host has anything of a
+    /// deleted instance.
     async fn once(&mut self, caches: &Caches) -> Result<(), ApiError> {
         let flux_nodes = caches.flux_nodes.all();
         let (nodes, no_report) = (caches.nodes.all(), FluxNodeStatus::default());
@@ -185,8 +190,8 @@ impl Planner {
             .collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
-            self.marks.write_at_the_end(&caches.nodes, &nodes, changes).await;
-            self.marks.write_at_the_end(&caches.nodes, &nodes, labels::removals(&nodes)).await;
+            self.annotations.write_at_the_end(&caches.nodes, &nodes, changes).await;
+            self.labels.write_at_the_end(&caches.nodes, &nodes, labels::removals(&nodes)).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
@@ -300,17 +305,17 @@ impl Planner {
         let planned = roster.map(|roster| Planned::observe(&seen, roster));
         if !caches.is_over() {
             let changes = self.protection.changes(&seen, planned.as_ref());
-            self.marks.write(&caches.nodes, &seen.nodes, Mark::Protection, changes).await;
+            self.annotations.write(&caches.nodes, &seen.nodes, changes).await;
         }
         let flux_nodes = caches.flux_nodes.all();
         self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
-        self.flux_nodes.delete_stale(&caches.flux_nodes, &seen, planned.as_ref()).await;
+        self.flux_node_writer.delete_stale(&caches.flux_nodes, &seen, planned.as_ref()).await;
         // After that: the labels of many Nodes change just when their agents wait for what they are to do.
         if !caches.is_over() {
             let changes = labels::changes(&seen, planned.as_ref());
-            self.marks.write(&caches.nodes, &seen.nodes, Mark::Label, changes).await;
+            self.labels.write(&caches.nodes, &seen.nodes, changes).await;
         }
-        let unusable = self.flux_nodes.unusable(&flux_nodes);
+        let unusable = self.flux_node_writer.unusable(&flux_nodes);
         let seen = Observed { unusable: &unusable, ..seen };
         let no_lead = planned.as_ref().and_then(|planned| no_lead(&seen, planned));
         let obstacle = foremost([obstacle, no_lead].into_iter().flatten());
@@ -431,7 +436,7 @@ impl Planner {
         self.remember_running_set(roster).await?;
         let is_local = |digest: &str| self.sources.is_local(digest, seen.spec.packages.mirror.as_ref());
         let projected = project_all(seen, planned, readable(flux_nodes), is_local);
-        self.flux_nodes.write(projected).await;
+        self.flux_node_writer.write(projected).await;
         Ok(())
     }
 

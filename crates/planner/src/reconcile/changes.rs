@@ -21,11 +21,13 @@ pub(super) struct Changes<S> {
 }
 
 impl<S: Stream<Item = ()> + Unpin> Changes<S> {
+    /// `stream` yields once for each change, after the stores have it.
     pub(super) fn of(stream: S) -> Self {
         Self { stream, first: None }
     }
 
-    /// Waits for a change, but no longer than [`TICK`], and gathers further ones; unless, asked after the first one, `is_urgent`.
+    /// Waits for a change, but no longer than [`TICK`], and then gathers further ones. If `is_urgent`, which is asked after the wait, it takes only those
+    /// that have already come.
     pub(super) async fn gather(&mut self, is_urgent: impl FnOnce() -> bool) {
         let first = self.first.take();
         if first.is_none() {
