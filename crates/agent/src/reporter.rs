@@ -17,10 +17,10 @@ use cluster::{Announcer, ApiError, as_read, call, gone_is_fine, merge_patch, pat
 
 /// How often a FluxNode that changes while it is deleted is read again.
 const DELETE_TRIES: u32 = 5;
-/// Pause before a status is written again that the API server refuses or does not keep whole. It doubles each time, up to [`UNSHOWN_LONGEST`], because all
-/// agents may have such a status: while the CustomResourceDefinition is an older one, for example.
-const UNSHOWN_AGAIN: Duration = Duration::from_secs(10);
-/// The longest such pause, but for half as much again by chance.
+/// First pause before the agent writes a status again that the API server has refused or cut. It doubles each time, up to [`UNSHOWN_LONGEST`]: all
+/// agents may have such a status, for example while the CustomResourceDefinition is an older one.
+const UNSHOWN_AGAIN: Duration = Duration::from_secs(6);
+/// The longest such pause, before up to half of it is added at random.
 const UNSHOWN_LONGEST: Duration = Duration::from_mins(2);
 
 /// Writes the FluxNode of one node.
@@ -38,8 +38,8 @@ pub struct Reporter {
 /// A status that the API server refuses, or does not keep whole.
 struct Unshown {
     status: FluxNodeStatus,
-    /// What the FluxNode shows in place of it.
-    shown: Option<FluxNodeStatus>,
+    /// uid and resourceVersion of the FluxNode that does not show it: a new one, or one that somebody has changed, may take it.
+    of: [Option<String>; 2],
     pause: Duration,
     /// When to write it again.
     again: Instant,
@@ -112,7 +112,7 @@ impl Reporter {
         if is_reported {
             self.unshown = None;
         } else {
-            self.hold_back(next, written.status.as_ref());
+            self.hold_back(next, &written);
         }
         wrote(written);
         let failed = next.phase == NodePhase::Failed;
@@ -124,14 +124,14 @@ impl Reporter {
         Ok(is_reported)
     }
 
-    /// [`Reporter::write`] for callers that go on without it; false if it failed. A refusal that repeating can't change (by a policy, a role,
-    /// the schema of another version) is logged once, since the status can't show it; all other errors pass by themselves. What the FluxNode will
-    /// hardly show now either is not written for a while.
+    /// [`Reporter::write`] for callers that go on without it. Returns true if the FluxNode shows all of `next`. A refusal that repeating can't change
+    /// (by a policy, a role, the schema of another version) is logged once, since the status can't show it; all other errors pass by themselves. A
+    /// status that was refused or cut is not sent again before [`Unshown::again`], unless it or the FluxNode changes.
     pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
         let is_held_back = |unshown: &Unshown| {
-            unshown.status == *next && unshown.shown == node.status && Instant::now() < unshown.again
+            unshown.status == *next && unshown.of == version(node) && Instant::now() < unshown.again
         };
-        if self.unshown.as_ref().is_some_and(is_held_back) {
+        if node.status.as_ref() != Some(next) && self.unshown.as_ref().is_some_and(is_held_back) {
             return false;
         }
         let error = match self.write(node, next, wrote).await {
@@ -143,7 +143,7 @@ impl Reporter {
         };
         let passes = !error.is_lasting() && !matches!(error.code(), Some(400..=403));
         if !passes {
-            self.hold_back(next, node.status.as_ref());
+            self.hold_back(next, node);
         }
         let error = error_chain(&error);
         if passes || self.refused.as_ref() == Some(&error) {
@@ -155,12 +155,13 @@ impl Reporter {
         false
     }
 
-    /// Writes `status` no more for a while, unless something else is `shown` by then.
-    fn hold_back(&mut self, status: &FluxNodeStatus, shown: Option<&FluxNodeStatus>) {
-        let before = self.unshown.as_ref().filter(|before| before.status == *status && before.shown.as_ref() == shown);
+    /// Lets [`Reporter::try_write`] wait before it sends `status` again, for as long as the FluxNode is `node`.
+    fn hold_back(&mut self, status: &FluxNodeStatus, node: &FluxNode) {
+        let of = version(node);
+        let before = self.unshown.as_ref().filter(|before| before.status == *status && before.of == of);
         let pause = before.map_or(UNSHOWN_AGAIN, |before| (2 * before.pause).min(UNSHOWN_LONGEST));
         let again = Instant::now() + jittered(pause);
-        self.unshown = Some(Unshown { status: status.clone(), shown: shown.cloned(), pause, again });
+        self.unshown = Some(Unshown { status: status.clone(), of, pause, again });
     }
 
     /// Deletes the FluxNode, because the host is clean. The planner may write to it at the same moment.
@@ -187,6 +188,11 @@ impl Reporter {
     pub async fn of(&self, name: &str) -> Result<Option<FluxNode>, ApiError> {
         call(format!("get FluxNode {name}"), self.nodes.get_opt(name)).await
     }
+}
+
+/// metadata.uid and metadata.resourceVersion.
+fn version(node: &FluxNode) -> [Option<String>; 2] {
+    [node.metadata.uid.clone(), node.metadata.resource_version.clone()]
 }
 
 #[cfg(test)]
@@ -226,11 +232,14 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_status_that_the_api_server_refuses_or_cuts_is_written_ever_more_seldom() {
         let status = |word: &str| FluxNodeStatus { message: Some(word.to_owned()), ..FluxNodeStatus::default() };
-        let node =
-            |status: Option<FluxNodeStatus>| FluxNode { status, ..FluxNode::new("node1", FluxNodeSpec::default()) };
+        let node = |uid: &str, version: &str| {
+            let mut node = FluxNode::new("node1", FluxNodeSpec::default());
+            (node.metadata.uid, node.metadata.resource_version) = (Some(uid.to_owned()), Some(version.to_owned()));
+            node
+        };
         let refusal = json!({"code": 403, "reason": "Forbidden", "message": "no"});
         let failure = json!({"code": 500, "reason": "InternalError", "message": "no"});
-        let cut = json!(node(None));
+        let cut = json!(node("a", "1"));
         // In an hour of rounds that are 10 s apart.
         for (what, code, answer, expected) in [
             ("a policy refuses it", 403, refusal, 26..=39),
@@ -246,15 +255,19 @@ mod tests {
             });
             let mut reporter = Reporter::new(Client::new(service, NAMESPACE), "node1".to_owned(), "pod");
             for _ in 0..360 {
-                assert!(!reporter.try_write(&node(None), &status("one"), drop).await);
+                assert!(!reporter.try_write(&node("a", "1"), &status("one"), drop).await);
                 tokio::time::advance(Duration::from_secs(10)).await;
             }
             let in_an_hour = asked.swap(0, Ordering::Relaxed);
             assert!(expected.contains(&in_an_hour), "{what}: {in_an_hour}");
-            reporter.try_write(&node(None), &status("two"), drop).await;
-            assert_eq!(asked.swap(0, Ordering::Relaxed), 1, "{what}: another status is written at once");
-            reporter.try_write(&node(Some(status("edited"))), &status("two"), drop).await;
-            assert_eq!(asked.load(Ordering::Relaxed), 1, "{what}: so is one that somebody has edited");
+            for (node, word, written) in [
+                (node("a", "1"), "two", "another status"),
+                (node("a", "2"), "two", "into a FluxNode that was changed"),
+                (node("b", "2"), "two", "into a new one"),
+            ] {
+                reporter.try_write(&node, &status(word), drop).await;
+                assert_eq!(asked.swap(0, Ordering::Relaxed), 1, "{what}: {written} is written at once");
+            }
         }
     }
 }

@@ -179,9 +179,9 @@ async fn round(agent: &mut Agent) -> Duration {
     let is_reported = agent.report(&inputs, decision.status.as_ref(), decision.readiness).await;
     match decision.rest {
         Some(rest) if decision.step.is_rest() => {
-            without_step(agent, &inputs, &decision).await;
+            finish_idle_round(agent, &inputs, &decision).await;
             // Only the next round writes the report again, and takes in what upkeep finds.
-            if is_reported && !agent.background.has_news(&inputs) { rest } else { rest.min(RESYNC) }
+            if is_reported && !agent.background.must_be_asked_soon(&inputs) { rest } else { rest.min(RESYNC) }
         }
         // The report may have taken a part of the pause.
         Some(rest) => rest.saturating_sub(inputs.at.elapsed()),
@@ -220,9 +220,8 @@ async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) {
     agent.report_step(inputs, step, None).await;
 }
 
-/// What a round without a step to carry out does: it forgets failed attempts, starts queues that may be stopped, and begins upkeep, for which
-/// nothing waits.
-async fn without_step(agent: &mut Agent, inputs: &NodeInputs, decision: &Decision) {
+/// The end of a round without a step: forgets failed attempts, starts queues that may be stopped, and begins upkeep, which nothing waits for.
+async fn finish_idle_round(agent: &mut Agent, inputs: &NodeInputs, decision: &Decision) {
     agent.memory.attempts.succeeded();
     if decision.step == Step::Hold {
         start_queues(agent, inputs).await;

@@ -89,8 +89,8 @@ impl Background {
         self.inspecting.inspect(ops, sources, inputs).await;
     }
 
-    /// True if the next round has to take in what upkeep has found, or is about to find.
-    pub fn has_news(&self, inputs: &NodeInputs) -> bool {
+    /// True while a look or a mending goes on, or its outcome is not yet in `inputs`: then the next round must come soon.
+    pub fn must_be_asked_soon(&self, inputs: &NodeInputs) -> bool {
         self.inspecting.is_at_work() || self.inspecting.damage() != inputs.damage
     }
 

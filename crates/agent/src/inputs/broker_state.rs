@@ -33,14 +33,15 @@ use pods::occupied::Occupied;
 
 /// Pause between two attempts to connect to a socket that does not exist yet.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Lead: allocated and drained ranks change without an event on this socket.
+/// Pause between two questions to the lead's own broker: allocated and drained ranks change without an event on its socket.
 pub const ASK_EVERY: Duration = Duration::from_secs(2);
-/// Followers: what changes there is an event. This finds a missed one, and a broker that hangs ([`SILENT`]); each time wakes a processor.
+/// The same for a follower's broker. Its changes come as events; asking finds a missed event, and a broker that hangs ([`SILENT`]). Longer, because each
+/// question wakes a processor.
 const ASK_FOLLOWER_EVERY: Duration = Duration::from_secs(5);
-/// Each node asks the lead whether it counts this broker as online, so this is rare, and up to half as long again.
+/// Pause between two questions of each node to the lead, whether it counts this broker as online; up to half of it is added at random.
 const ASK_LEAD_EVERY: Duration = Duration::from_secs(30);
-/// Once its heartbeat is back, each node asks the lead within this time.
-const LEAD_IS_BACK: Duration = Duration::from_secs(2);
+/// After an overdue heartbeat, each node asks the lead within this time, at random: not all at once.
+const ASK_LEAD_WITHIN: Duration = Duration::from_secs(2);
 /// When thousands of brokers come up, the lead's agent reports who is online at most this often.
 const LONGEST_GATHER: Duration = Duration::from_secs(5);
 /// The event that the lead publishes to all every two seconds (flux-heartbeat(5)): its absence shows without a request.
@@ -221,7 +222,7 @@ async fn watch_reachability(client: &Client, sender: &watch::Sender<BrokerState>
             () = next_heartbeat(&mut heartbeats) => {
                 if heartbeat.is_overdue(Instant::now()) {
                     // The lead is back: ask it now instead of at the next interval, but not in the same moment as all others.
-                    ask_at = tokio::time::Instant::now() + LEAD_IS_BACK.mul_f64(chance());
+                    ask_at = tokio::time::Instant::now() + ASK_LEAD_WITHIN.mul_f64(chance());
                 }
                 heartbeat.beat(Instant::now());
             }

@@ -55,7 +55,7 @@ pub struct PublishedState {
     packages_version: Option<String>,
     /// What they were read for, and when to read them again if they lack something.
     packages_read: Option<(PackagesWanted, Instant)>,
-    /// While the certificate is gone: when this agent looks next whether it can restore it.
+    /// Followers, while the certificate is gone: when this agent next tries to restore it.
     restore_at: Option<Instant>,
 }
 
@@ -113,12 +113,17 @@ impl PublishedState {
             self.restore_at = None;
             return Ok(());
         };
-        let now = Instant::now();
-        if *self.restore_at.get_or_insert(now + restore_patience(rank)) > now {
-            return Ok(());
+        // The lead tries in each round.
+        if rank != 0 {
+            let now = Instant::now();
+            if *self.restore_at.get_or_insert(now + restore_patience(rank)) > now {
+                return Ok(());
+            }
         }
-        self.restore_at = Some(now + if rank == 0 { Duration::ZERO } else { jittered(RESTORE_AGAIN) });
-        self.restore_certificate(client, view).await
+        self.restore_certificate(client, view).await?;
+        // After an error the next round tries again.
+        self.restore_at = Some(Instant::now() + jittered(RESTORE_AGAIN));
+        Ok(())
     }
 
     /// The roster as it is published now; None if there is none, and then the one that was read before stays. The API server is asked for
@@ -219,8 +224,11 @@ impl PublishedState {
         // A host on which no broker was ever configured has no copy.
         let own = own_certificate(&state.prefix);
         let Some(own) = own.filter(|own| own.fingerprint() == roster.settings.certificate) else { return Ok(()) };
-        if !matches!(certificate::read(client).await, Ok(None)) {
-            return Ok(());
+        match certificate::read(client).await {
+            Ok(None) => {}
+            // It is there, and may be malformed.
+            Ok(Some(_)) | Err(ApiError::Content { .. }) => return Ok(()),
+            Err(error) => return Err(error.into()),
         }
         info!("publishing the certificate again from this host's copy");
         Ok(certificate::create(client, &own, &roster.instance_uid).await?)
@@ -278,10 +286,10 @@ fn may_be_outdated(roster: Option<&Roster>, spec: &FluxNodeSpec, view: &HostView
     is_stale || leave_is_unconfirmed || has_lost_rank || waits_for_epoch
 }
 
-/// How long the agent of `rank` waits, once the planner has reported that the certificate is gone, until it looks whether it can restore it. The
-/// lead looks at once. Its own copy may be lost as well, so the others look after one to two minutes, spread so that they don't ask all at once.
+/// How long a follower's agent waits, once the planner has reported that the certificate is gone, until it tries to restore it: the lead tries first,
+/// but its own copy may be lost as well. One to two minutes, spread by rank so that not all followers ask at once.
 fn restore_patience(rank: Rank) -> Duration {
-    if rank == 0 { Duration::ZERO } else { Duration::from_secs(60 + u64::from(rank % 60)) }
+    Duration::from_secs(60 + u64::from(rank % 60))
 }
 
 /// Reads the published roster.
@@ -434,8 +442,8 @@ mod tests {
     }
 
     #[test]
-    fn the_lead_restores_the_certificate_and_others_only_after_a_minute() {
-        let patience = [0, 1, 9, 59, 60, 4999].map(|rank| restore_patience(rank).as_secs());
-        assert_eq!(patience, [0, 61, 69, 119, 60, 79], "spread over a minute among any number of nodes");
+    fn followers_wait_one_to_two_minutes_before_they_restore_the_certificate() {
+        let patience = [1, 9, 59, 60, 4999].map(|rank| restore_patience(rank).as_secs());
+        assert_eq!(patience, [61, 69, 119, 60, 79], "spread over a minute among any number of nodes");
     }
 }
