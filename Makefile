@@ -31,7 +31,7 @@ chaos: setup ## Break things on purpose while a job runs, for up to an hour; TAB
 chaos-long: setup ## The same, five times as often
 	FLUX_DISTRIBUTE_CHAOS=long FLUX_DISTRIBUTE_CHAOS_TABLE=$(TABLE) scripts/test.sh --profile chaos --test chaos
 
-bench: setup ## What many nodes cost, into docs/measured.md and target/bench.json (as root; scripts/bench.py has the settings); NODES="10 100"
+bench: setup ## What many nodes cost, into docs/measured.md if all of it ran, and target/bench.json (as root; scripts/bench.py has the settings); NODES="10 100"
 	scripts/bench.py
 
 lint: setup ## Format, clippy, links in the sources' documentation

@@ -1,5 +1,6 @@
 //! What an agent costs does not grow with the number of nodes: requests, bytes, events and rounds are counted, of agents of the real code beside
-//! a real planner. No assertion depends on how fast this machine is: once all are online, time is the test's own.
+//! a real planner. No assertion depends on how fast this machine is: once all are online, time is the test's own, and until then writes may be as many as
+//! that took time for.
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 
 #[path = "support/many/mod.rs"]
@@ -54,7 +55,7 @@ struct Counted {
     nodes: u32,
     lead: usize,
     planner: usize,
-    start_time: Duration,
+    start_took: Duration,
     start: Vec<Cost>,
     idle: Vec<Cost>,
     heartbeats: Vec<Cost>,
@@ -80,7 +81,7 @@ impl Counted {
         let begin = Instant::now();
         fleet.start(0..nodes as usize);
         fleet.online(nodes as usize).await;
-        let (start, start_time) = (fleet.costs(), begin.elapsed());
+        let (start, start_took) = (fleet.costs(), begin.elapsed());
         pause();
         sleep(SETTLES).await;
         let names: Vec<_> = fleet.agents.iter().map(|agent| agent.node.clone()).collect();
@@ -98,7 +99,7 @@ impl Counted {
         sleep(IDLE).await;
         let idle = fleet.since(&before);
         let (lead, planner) = (fleet.lead(), fleet.planner().await);
-        Self { nodes, lead, planner, start_time, start, idle, heartbeats, rollout, one_node, each_node, instance }
+        Self { nodes, lead, planner, start_took, start, idle, heartbeats, rollout, one_node, each_node, instance }
     }
 }
 
@@ -167,11 +168,22 @@ fn what_an_agent_costs_does_not_grow_with_the_number_of_nodes() {
     }
 }
 
-/// Each write of the FluxInstance's status is sent to all agents: while only counts change, the more agents there are, the longer the planner waits.
+/// Writes of the FluxInstance's status at the start that change more than counts: phases, conditions, the lead.
+const OTHER_WRITES: u128 = 10;
+
+/// Every agent receives each write of the FluxInstance's status. So while only counts change, the planner writes at most once in 5 ms for each member
+/// (`COUNT_PAUSE` in crate `planner`; longer pauses end at 5 s, from 1,000 members on).
 fn counts_are_gathered(counted: &Counted) {
-    let writes = counted.start[counted.planner].planner.requests["replace fluxinstances/flux/status"];
-    let due = counted.start_time.as_millis() / u128::from(5 * counted.nodes);
-    assert!(u128::from(writes) <= 10 + due, "{writes} writes in {:?} among {}", counted.start_time, counted.nodes);
+    let writes_of = |cost: &Cost| cost.planner.requests.get("replace fluxinstances/flux/status").copied();
+    let writes: u64 = counted.start.iter().filter_map(writes_of).sum();
+    // There are fewer members at first, and more writes.
+    let due = 3 * counted.start_took.as_millis() / u128::from(5 * counted.nodes);
+    assert!(
+        u128::from(writes) <= OTHER_WRITES + due,
+        "{writes} writes in {:?} among {}",
+        counted.start_took,
+        counted.nodes
+    );
 }
 
 /// What is counted of each agent, in one part of the run.
