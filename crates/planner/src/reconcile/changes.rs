@@ -1,40 +1,42 @@
 //! When a round begins, and what arrives during it.
 
-use std::{pin::pin, time::Duration};
+use std::{mem, pin::pin, time::Duration};
 
 use futures::{Stream, StreamExt};
 use tokio::time::{Instant, timeout, timeout_at};
 
-/// The planner gathers changes for this long after the first one, which may have come during a round: a burst of joins becomes one revision.
-/// Later joins are gathered by the lead: after a live change it applies the newest roster, however many revisions that is ahead.
-const GATHER: Duration = Duration::from_millis(100);
-/// It gathers at least this long after a round: by then its stores usually have what that round wrote, so the next one does not write that again.
-const LEAST_GATHER: Duration = Duration::from_millis(20);
+/// Rounds begin at least this far apart: a burst of joins becomes two revisions, one for those who came first. Later joins are gathered by the lead:
+/// after a live change it applies the newest roster, however many revisions that is ahead.
+const APART: Duration = Duration::from_millis(100);
+/// The planner gathers changes at least this long. After a round its stores usually have by then what that round wrote, so the next one does not write
+/// that again.
+const GATHER: Duration = Duration::from_millis(20);
 /// Plan at least this often even without changes, because some decisions depend only on time (retain, patience).
 const TICK: Duration = Duration::from_secs(2);
 
 /// The changes of the watched objects. Polling their stream is also what fills the stores.
 pub(super) struct Changes<S> {
     stream: S,
-    /// When the first one came during the last round, if any did.
-    first: Option<Instant>,
+    /// When the last round began.
+    begun: Option<Instant>,
+    /// A change came during it.
+    is_pending: bool,
 }
 
 impl<S: Stream<Item = ()> + Unpin> Changes<S> {
     /// `stream` yields once for each change, after the stores have it.
     pub(super) fn of(stream: S) -> Self {
-        Self { stream, first: None }
+        Self { stream, begun: None, is_pending: false }
     }
 
     /// Waits for a change, but no longer than [`TICK`], and then gathers further ones. If `is_urgent`, which is asked after the wait, it takes only those
     /// that have already come.
     pub(super) async fn gather(&mut self, is_urgent: impl FnOnce() -> bool) {
-        let first = self.first.take();
-        if first.is_none() {
+        if !mem::take(&mut self.is_pending) {
             let _ = timeout(TICK, self.stream.next()).await;
         }
         let now = Instant::now();
-        let until = if is_urgent() { now } else { gather_until(first, now) };
+        let until = if is_urgent() { now } else { next_round(self.begun, now) };
         while let Ok(Some(())) = timeout_at(until, self.stream.next()).await {}
     }
 
@@ -42,19 +44,20 @@ impl<S: Stream<Item = ()> + Unpin> Changes<S> {
     /// round would write them again.
     pub(super) async fn during<T>(&mut self, round: impl Future<Output = T>) -> T {
         let mut round = pin!(round);
+        self.begun = Some(Instant::now());
         loop {
             tokio::select! {
                 biased;
                 done = &mut round => return done,
-                Some(()) = self.stream.next() => self.first = self.first.or_else(|| Some(Instant::now())),
+                Some(()) = self.stream.next() => self.is_pending = true,
             }
         }
     }
 }
 
-/// Until when to gather changes. `first_change`: when the first one came during the last round, if any did.
-fn gather_until(first_change: Option<Instant>, now: Instant) -> Instant {
-    first_change.map_or(now + GATHER, |first| (first + GATHER).max(now + LEAST_GATHER))
+/// When the next round begins, if a change is known `now`. `begun`: when the last round began.
+fn next_round(begun: Option<Instant>, now: Instant) -> Instant {
+    begun.map_or(now, |begun| begun + APART).max(now + GATHER)
 }
 
 #[cfg(test)]
@@ -67,10 +70,10 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_round_takes_up_changes_and_tells_when_the_first_one_came() {
+    async fn a_round_takes_up_changes_and_notes_that_one_came() {
         let second = Duration::from_secs(1);
         for count in [0, 1, 3] {
-            let (begin, taken) = (Instant::now(), AtomicU32::new(0));
+            let taken = AtomicU32::new(0);
             let changes = stream::iter(0..count).then(async |_| {
                 sleep(second).await;
                 taken.fetch_add(1, Ordering::Relaxed);
@@ -84,19 +87,18 @@ mod tests {
                 }
                 "done"
             };
-            let first = (count > 0).then_some(begin + second);
-            assert_eq!((changes.during(round).await, changes.first), ("done", first), "{count}");
+            assert_eq!((changes.during(round).await, changes.is_pending), ("done", count > 0), "{count}");
         }
     }
 
     #[test]
-    fn a_change_during_a_round_waits_no_longer_than_another_one() {
+    fn a_single_change_waits_for_a_moment_and_one_of_a_burst_until_rounds_are_apart() {
         let begin = Instant::now();
         let now = begin + Duration::from_secs(10);
-        assert_eq!(gather_until(None, now), now + GATHER);
-        for (waited, rest) in [(0, GATHER), (50, GATHER / 2), (90, LEAST_GATHER), (5000, LEAST_GATHER)] {
-            let first = now - Duration::from_millis(waited);
-            assert_eq!(gather_until(Some(first), now), now + rest, "{waited}");
+        assert_eq!(next_round(None, now), now + GATHER);
+        for (ago, rest) in [(0, APART), (50, APART / 2), (90, GATHER), (5000, GATHER)] {
+            let begun = now - Duration::from_millis(ago);
+            assert_eq!(next_round(Some(begun), now), now + rest, "{ago}");
         }
     }
 
