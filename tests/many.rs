@@ -1,6 +1,6 @@
 //! What an agent costs does not grow with the number of nodes: requests, bytes, events and rounds are counted, of agents of the real code beside
-//! a real planner. No assertion depends on how fast this machine is: once all are online, time is the test's own, and until then writes may be as many as
-//! that took time for.
+//! a real planner. No assertion depends on how fast this machine is: until all are online, the writes that are allowed grow with the time that took; after
+//! that, the test moves the clock itself.
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 
 #[path = "support/many/mod.rs"]
@@ -171,8 +171,8 @@ fn what_an_agent_costs_does_not_grow_with_the_number_of_nodes() {
 /// Writes of the FluxInstance's status at the start that change more than counts: phases, conditions, the lead.
 const OTHER_WRITES: u128 = 10;
 
-/// Every agent receives each write of the FluxInstance's status. So while only counts change, the planner writes at most once in 5 ms for each member
-/// (`COUNT_PAUSE` in crate `planner`; longer pauses end at 5 s, from 1,000 members on).
+/// Every agent receives each write of the FluxInstance's status. So while only counts change, the planner waits 5 ms for each member between two
+/// writes (`COUNT_PAUSE` in crate `planner`; at most 5 s, from 1,000 members on).
 fn counts_are_gathered(counted: &Counted) {
     let writes_of = |cost: &Cost| cost.planner.requests.get("replace fluxinstances/flux/status").copied();
     let writes: u64 = counted.start.iter().filter_map(writes_of).sum();

@@ -125,7 +125,7 @@ impl Reporter {
     }
 
     /// [`Reporter::write`] for callers that go on without it. Returns true if the FluxNode shows all of `next`. A refusal that repeating can't change
-    /// (by a policy, a role, the schema of another version) is logged once, since the status can't show it; all other errors pass by themselves. A
+    /// (by a policy, a role, the schema of another version, or for its size) is logged once, since the status can't show it; all other errors pass by themselves. A
     /// status that was refused or cut is not sent again before [`Unshown::again`], unless it or the FluxNode changes.
     pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
         let is_held_back = |unshown: &Unshown| {
@@ -141,7 +141,7 @@ impl Reporter {
             }
             Err(error) => error,
         };
-        let passes = !error.is_lasting() && !matches!(error.code(), Some(400..=403));
+        let passes = !error.is_lasting() && !error.is_about_the_object() && !matches!(error.code(), Some(400..=403));
         if !passes {
             self.hold_back(next, node);
         }
@@ -158,7 +158,7 @@ impl Reporter {
     /// Lets [`Reporter::try_write`] wait before it sends `status` again, for as long as the FluxNode is `node`.
     fn hold_back(&mut self, status: &FluxNodeStatus, node: &FluxNode) {
         let of = version(node);
-        let before = self.unshown.as_ref().filter(|before| before.status == *status && before.of == of);
+        let before = self.unshown.as_ref().filter(|before| before.status == *status && before.of[0] == of[0]);
         let pause = before.map_or(UNSHOWN_AGAIN, |before| (2 * before.pause).min(UNSHOWN_LONGEST));
         let again = Instant::now() + jittered(pause);
         self.unshown = Some(Unshown { status: status.clone(), of, pause, again });

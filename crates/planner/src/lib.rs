@@ -24,8 +24,9 @@ use metrics::Metrics;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-/// In each round, each of these ends after this time, and the next round goes on with the rest: writing annotations, writing FluxNodes (but for the lead's),
-/// deleting FluxNodes, writing labels. Thousands of writes take longer, and nodes that join meanwhile would wait for the next roster.
+/// In each round, each of these begins no further write after this time, and the next round goes on with the rest: annotations, FluxNodes (but for the
+/// lead's), deletions of FluxNodes, labels. Writes under way are awaited, each for up to 10 s. Thousands of writes take longer than this, and nodes that
+/// join meanwhile would wait for the next roster.
 const LONGEST_WRITES: Duration = Duration::from_secs(2);
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.

@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 
 use super::{LONGEST_WRITES, views::Views};
 use base::error_chain;
-use cluster::{call, gone_is_fine, patch_params};
+use cluster::{ApiError, call, gone_is_fine, patch_params};
 use model::{eligibility::NodeView, marks::NodeChange, members::NodeIndex};
 
 /// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there
@@ -24,11 +24,11 @@ use model::{eligibility::NodeView, marks::NodeChange, members::NodeIndex};
 const AT_ONCE: usize = 16;
 /// How long a Node that refuses a mark is left alone.
 const AGAIN: Duration = Duration::from_mins(1);
-/// The same after an error that may pass by itself: autoscalers may take a node with jobs until its annotations are there.
+/// The same after an error that may pass by itself. Shorter, because an autoscaler may take a node with jobs until its annotations are there.
 const SOON_AGAIN: Duration = Duration::from_secs(10);
 
 /// Writes one kind of mark, annotations or labels, onto Nodes: a Node may refuse one and take the other. A failed write is logged, and stops nothing else.
-pub struct Marks {
+pub struct MarkWriter {
     client: Client,
     /// For the log.
     kind: &'static str,
@@ -36,7 +36,7 @@ pub struct Marks {
     left_alone: HashMap<String, Instant>,
 }
 
-impl Marks {
+impl MarkWriter {
     /// No write has failed yet. `kind`: what is written, for the log.
     pub fn new(client: Client, kind: &'static str) -> Self {
         Self { client, kind, left_alone: HashMap::new() }
@@ -59,7 +59,7 @@ impl Marks {
 
     /// Writes `changes`. If somebody has written meanwhile what a change concerns, that Node is left alone, and the next round decides again. If one
     /// change fails, the others are still written. With `until`, no further write begins from then on, nor once the API server does not answer or is
-    /// too busy. Returns the uids of the Nodes that could not be written, and how long to leave them alone.
+    /// too busy. Returns the uids of the Nodes to leave alone, and for how long.
     async fn write_all(
         &self,
         nodes: &Views<NodeView>,
@@ -104,14 +104,21 @@ impl Marks {
             match error.code() {
                 // The Node has changed meanwhile: the next round tries again.
                 Some(409) => continue,
+                // A webhook may hang for this Node alone, and each round would wait for it again.
+                None if matches!(error, ApiError::Timeout(_)) => failed.push((uid, AGAIN)),
                 None | Some(429) => is_busy.store(true, Ordering::Relaxed),
                 Some(400..=403 | 422) => failed.push((uid, AGAIN)),
                 Some(_) => failed.push((uid, SOON_AGAIN)),
             }
-            last = Some(error);
+            last = Some((error, last.map_or(0, |(_, nodes)| nodes) + 1));
         }
-        if let Some(error) = last {
-            warn!(error = error_chain(&error), kind = self.kind, nodes = failed.len(), "can't write onto Nodes");
+        if let Some((error, nodes)) = last {
+            warn!(
+                error = error_chain(&error),
+                kind = self.kind,
+                nodes,
+                "can't write onto Nodes; the error is the last one's"
+            );
         }
         failed
     }
@@ -161,14 +168,15 @@ mod tests {
             .map(|node| NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) });
         let views = Views::of(now, |node| Some(NodeView::from(&node)));
         let client = Client::new(serve, "default");
-        let failed = Marks::new(client, "labels").write_all(&views, &observed.each_ref(), changes.into(), None).await;
+        let failed =
+            MarkWriter::new(client, "labels").write_all(&views, &observed.each_ref(), changes.into(), None).await;
         assert_eq!(failed, []);
         asked.lock().unwrap().sort();
         assert_eq!(*asked.lock().unwrap(), ["1", "2"], "the version is the newest, for heartbeats change it");
     }
 
     #[tokio::test]
-    async fn no_node_is_written_from_the_end_of_its_time_on_nor_while_the_api_server_is_away_but_at_the_end() {
+    async fn no_write_begins_late_or_while_the_api_server_is_away_except_at_the_end() {
         let nodes: Vec<Node> = (0..100)
             .map(|number| {
                 let metadata = json!({"name": number.to_string(), "uid": number.to_string()});
@@ -194,7 +202,7 @@ mod tests {
                 *counted.lock().unwrap() += 1;
                 async { Err::<Response<Body>, _>(std::io::Error::other("away")) }
             });
-            let marks = Marks::new(Client::new(serve, "default"), "labels");
+            let marks = MarkWriter::new(Client::new(serve, "default"), "labels");
             let failed = marks.write_all(&views, &observed, changes.clone(), until).await;
             assert_eq!(failed, [], "a Node is not left alone because the API server is away");
             let asked = *asked.lock().unwrap();
@@ -203,7 +211,46 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_node_that_refuses_a_mark_is_left_alone_for_a_minute_and_keeps_no_other_one_waiting() {
+    async fn nodes_whose_writes_hang_hold_others_up_once_only() {
+        let nodes: Vec<Node> = (0..=AT_ONCE)
+            .map(|number| {
+                let metadata = json!({"name": number.to_string(), "uid": number.to_string()});
+                serde_json::from_value(json!({"metadata": metadata})).unwrap()
+            })
+            .collect();
+        let observed: Vec<_> = nodes.iter().map(NodeView::from).collect();
+        let observed: Vec<_> = observed.iter().collect();
+        let change = |node: &&NodeView| NodeChange {
+            labels: [("l".to_owned(), Some("v".to_owned()))].into(),
+            ..NodeChange::of(node)
+        };
+        let changes: Vec<_> = observed.iter().map(change).collect();
+        let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
+        let asked = Arc::<Mutex<Vec<String>>>::default();
+        let seen = asked.clone();
+        // Only the last Node is answered for.
+        let serve = tower::service_fn(move |request: Request<Body>| {
+            let name = request.uri().path().rsplit('/').next().unwrap().to_owned();
+            let is_last = name == AT_ONCE.to_string();
+            seen.lock().unwrap().push(name);
+            async move {
+                if !is_last {
+                    std::future::pending::<()>().await;
+                }
+                let body = json!({"metadata": {"name": "any"}}).to_string().into_bytes();
+                Ok::<_, std::io::Error>(Response::new(Body::from(body)))
+            }
+        });
+        let mut marks = MarkWriter::new(Client::new(serve, "default"), "labels");
+        marks.write(&views, &observed, changes.clone()).await;
+        assert_eq!(asked.lock().unwrap().len(), AT_ONCE);
+        asked.lock().unwrap().clear();
+        marks.write(&views, &observed, changes).await;
+        assert_eq!(*asked.lock().unwrap(), [AT_ONCE.to_string()]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_node_that_refuses_a_mark_is_left_alone_and_holds_no_other_one_up() {
         let nodes = [200, 409, 403, 503].map(|code| -> Node {
             serde_json::from_value(json!({"metadata": {"name": format!("node-{code}"), "uid": code.to_string()}}))
                 .unwrap()
@@ -227,7 +274,7 @@ mod tests {
             .each_ref()
             .map(|node| NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) });
         let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
-        let mut marks = Marks::new(Client::new(serve, "default"), "labels");
+        let mut marks = MarkWriter::new(Client::new(serve, "default"), "labels");
         let mut asked_by = async |is_at_the_end: bool| {
             asked.lock().unwrap().clear();
             let (observed, changes) = (observed.each_ref(), changes.to_vec());

@@ -27,7 +27,7 @@ use super::{
     flux_nodes::FluxNodeWriter,
     instance,
     kept::{Kept, Versions},
-    marks::Marks,
+    marks::MarkWriter,
     measured::measured,
     package_set::Resolver,
     publish,
@@ -77,8 +77,8 @@ pub async fn run(
     let mut planner = Planner {
         announcer: Announcer::new(client.clone(), identity),
         flux_node_writer: FluxNodeWriter::new(client.clone()),
-        annotations: Marks::new(client.clone(), "annotations"),
-        labels: Marks::new(client.clone(), "labels"),
+        annotation_writer: MarkWriter::new(client.clone(), "annotations"),
+        label_writer: MarkWriter::new(client.clone(), "labels"),
         client,
         versions,
         roster: Kept::default(),
@@ -168,10 +168,10 @@ struct Planner {
     agents: Agents,
     protection: Protection,
     flux_node_writer: FluxNodeWriter,
-    /// Those that keep autoscalers away.
-    annotations: Marks,
-    /// Those that pods can select by.
-    labels: Marks,
+    /// Writes the annotations that keep autoscalers away.
+    annotation_writer: MarkWriter,
+    /// Writes the labels that pods can select by.
+    label_writer: MarkWriter,
     metrics: Metrics,
     /// When this planner has written the FluxInstance's status last.
     status_written: Option<Instant>,
@@ -190,8 +190,8 @@ impl Planner {
             .collect();
         if caches.is_over() {
             let changes = self.protection.at_the_end(&nodes, &reports);
-            self.annotations.write_at_the_end(&caches.nodes, &nodes, changes).await;
-            self.labels.write_at_the_end(&caches.nodes, &nodes, labels::removals(&nodes)).await;
+            self.annotation_writer.write_at_the_end(&caches.nodes, &nodes, changes).await;
+            self.label_writer.write_at_the_end(&caches.nodes, &nodes, labels::removals(&nodes)).await;
         }
         let instances = caches.instances.state();
         for other in instances.iter().filter(|instance| instance.name_any() != INSTANCE) {
@@ -305,7 +305,7 @@ impl Planner {
         let planned = roster.map(|roster| Planned::observe(&seen, roster));
         if !caches.is_over() {
             let changes = self.protection.changes(&seen, planned.as_ref());
-            self.annotations.write(&caches.nodes, &seen.nodes, changes).await;
+            self.annotation_writer.write(&caches.nodes, &seen.nodes, changes).await;
         }
         let flux_nodes = caches.flux_nodes.all();
         self.publish(&seen, planned.as_ref(), &flux_nodes).await?;
@@ -313,7 +313,7 @@ impl Planner {
         // After that: the labels of many Nodes change just when their agents wait for what they are to do.
         if !caches.is_over() {
             let changes = labels::changes(&seen, planned.as_ref());
-            self.labels.write(&caches.nodes, &seen.nodes, changes).await;
+            self.label_writer.write(&caches.nodes, &seen.nodes, changes).await;
         }
         let unusable = self.flux_node_writer.unusable(&flux_nodes);
         let seen = Observed { unusable: &unusable, ..seen };

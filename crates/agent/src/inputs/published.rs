@@ -55,7 +55,7 @@ pub struct PublishedState {
     packages_version: Option<String>,
     /// What they were read for, and when to read them again if they lack something.
     packages_read: Option<(PackagesWanted, Instant)>,
-    /// Followers, while the certificate is gone: when this agent next tries to restore it.
+    /// While the certificate is gone: when this agent next tries to restore it. The lead does not wait for it.
     restore_at: Option<Instant>,
 }
 
@@ -120,10 +120,10 @@ impl PublishedState {
                 return Ok(());
             }
         }
-        self.restore_certificate(client, view).await?;
-        // After an error the next round tries again.
+        let tried = self.restore_certificate(client, view).await;
+        // Also after an error: all followers may have the same one.
         self.restore_at = Some(Instant::now() + jittered(RESTORE_AGAIN));
-        Ok(())
+        tried
     }
 
     /// The roster as it is published now; None if there is none, and then the one that was read before stays. The API server is asked for

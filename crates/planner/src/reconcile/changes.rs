@@ -5,8 +5,8 @@ use std::{mem, pin::pin, time::Duration};
 use futures::{Stream, StreamExt};
 use tokio::time::{Instant, timeout, timeout_at};
 
-/// Rounds begin at least this far apart: a burst of joins becomes two revisions, one for those who came first. Later joins are gathered by the lead:
-/// after a live change it applies the newest roster, however many revisions that is ahead.
+/// Rounds begin at least this far apart. The first join of a burst makes a revision by itself, and those of each 100 ms after it make one together. The
+/// lead gathers further: after a live change it applies the newest roster, however many revisions that is ahead.
 const APART: Duration = Duration::from_millis(100);
 /// The planner gathers changes at least this long. After a round its stores usually have by then what that round wrote, so the next one does not write
 /// that again.
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_change_waits_for_a_moment_and_one_of_a_burst_until_rounds_are_apart() {
+    fn a_single_change_waits_20_ms_and_a_burst_until_rounds_are_100_ms_apart() {
         let begin = Instant::now();
         let now = begin + Duration::from_secs(10);
         assert_eq!(next_round(None, now), now + GATHER);
