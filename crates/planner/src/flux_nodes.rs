@@ -65,9 +65,12 @@ impl FluxNodeWriter {
     /// Writes the specs that have changed, for [`LONGEST_WRITES`]. A FluxNode that can't be written, perhaps because its own agent has filled it, stops
     /// no other one; see [`FluxNodeWriter::unusable`].
     pub async fn write(&mut self, projected: Vec<(&FluxNode, FluxNodeSpec)>) {
-        let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
-        // The planner does not write the others any more.
-        self.refused.retain(|name, _| names.contains(name));
+        // None, in nearly all rounds.
+        if !self.refused.is_empty() {
+            let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
+            // The planner does not write the others any more.
+            self.refused.retain(|name, _| names.contains(name));
+        }
         let client = self.client.clone();
         let mut written = pin!(write_all(&client, projected, Instant::now() + LONGEST_WRITES));
         while let Some((name, result)) = written.next().await {

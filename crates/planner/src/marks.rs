@@ -136,6 +136,20 @@ mod tests {
 
     use super::*;
 
+    /// Nodes 0, 1, … without labels.
+    fn numbered(count: usize) -> Vec<Node> {
+        let node = |number: usize| {
+            let metadata = json!({"name": number.to_string(), "uid": number.to_string()});
+            serde_json::from_value(json!({"metadata": metadata})).unwrap()
+        };
+        (0..count).map(node).collect()
+    }
+
+    /// The change that puts a label onto this Node.
+    fn labelled(node: &NodeView) -> NodeChange {
+        NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) }
+    }
+
     #[tokio::test]
     async fn a_node_that_has_changed_since_the_round_began_is_left_alone() {
         let node = |name: &str, uid: &str, version: &str, label: Option<&str>| -> Node {
@@ -163,9 +177,7 @@ mod tests {
             }
         });
         let observed = before.each_ref().map(NodeView::from);
-        let changes = observed
-            .each_ref()
-            .map(|node| NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) });
+        let changes = observed.each_ref().map(labelled);
         let views = Views::of(now, |node| Some(NodeView::from(&node)));
         let client = Client::new(serve, "default");
         let failed =
@@ -177,19 +189,9 @@ mod tests {
 
     #[tokio::test]
     async fn no_write_begins_late_or_while_the_api_server_is_away_except_at_the_end() {
-        let nodes: Vec<Node> = (0..100)
-            .map(|number| {
-                let metadata = json!({"name": number.to_string(), "uid": number.to_string()});
-                serde_json::from_value(json!({"metadata": metadata})).unwrap()
-            })
-            .collect();
+        let nodes = numbered(100);
         let observed: Vec<_> = nodes.iter().map(NodeView::from).collect();
-        let observed: Vec<_> = observed.iter().collect();
-        let change = |node: &&NodeView| NodeChange {
-            labels: [("l".to_owned(), Some("v".to_owned()))].into(),
-            ..NodeChange::of(node)
-        };
-        let changes: Vec<_> = observed.iter().map(change).collect();
+        let (observed, changes): (Vec<_>, Vec<_>) = observed.iter().map(|node| (node, labelled(node))).unzip();
         let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
         let in_an_hour = Instant::now() + Duration::from_hours(1);
         for (until, asked_for) in
@@ -212,19 +214,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn nodes_whose_writes_hang_hold_others_up_once_only() {
-        let nodes: Vec<Node> = (0..=AT_ONCE)
-            .map(|number| {
-                let metadata = json!({"name": number.to_string(), "uid": number.to_string()});
-                serde_json::from_value(json!({"metadata": metadata})).unwrap()
-            })
-            .collect();
+        let nodes = numbered(AT_ONCE + 1);
         let observed: Vec<_> = nodes.iter().map(NodeView::from).collect();
-        let observed: Vec<_> = observed.iter().collect();
-        let change = |node: &&NodeView| NodeChange {
-            labels: [("l".to_owned(), Some("v".to_owned()))].into(),
-            ..NodeChange::of(node)
-        };
-        let changes: Vec<_> = observed.iter().map(change).collect();
+        let (observed, changes): (Vec<_>, Vec<_>) = observed.iter().map(|node| (node, labelled(node))).unzip();
         let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
         let asked = Arc::<Mutex<Vec<String>>>::default();
         let seen = asked.clone();
@@ -270,9 +262,7 @@ mod tests {
             async { Ok::<_, std::io::Error>(response.unwrap()) }
         });
         let observed = nodes.each_ref().map(NodeView::from);
-        let changes = observed
-            .each_ref()
-            .map(|node| NodeChange { labels: [("l".to_owned(), Some("v".to_owned()))].into(), ..NodeChange::of(node) });
+        let changes = observed.each_ref().map(labelled);
         let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
         let mut marks = MarkWriter::new(Client::new(serve, "default"), "labels");
         let mut asked_by = async |is_at_the_end: bool| {
