@@ -125,8 +125,8 @@ impl Reporter {
     }
 
     /// [`Reporter::write`] for callers that go on without it. Returns true if the FluxNode shows all of `next`. A refusal that repeating can't change
-    /// (by a policy, a role, the schema of another version, or for its size) is logged once, since the status can't show it; all other errors pass by themselves. A
-    /// status that was refused or cut is not sent again before [`Unshown::again`], unless it or the FluxNode changes.
+    /// (by a policy, a role, the schema of another version, or for its size) is logged once, since the status can't show it; all other errors pass
+    /// by themselves. A status that was refused or cut is not sent again before [`Unshown::again`], unless it or the FluxNode changes.
     pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
         let is_held_back = |unshown: &Unshown| {
             unshown.status == *next && unshown.of == version(node) && Instant::now() < unshown.again

@@ -819,11 +819,16 @@ fn an_agent_rests_for_thirty_seconds_only_if_it_will_hear_what_to_do() {
     }
     let mut world = World::new();
     world.host.broker = Some(broker(1, 1));
-    for (what, inputs) in [
-        ("a port is taken", NodeInputs { port_problems: vec!["8052".into()], ..world.inputs() }),
-        ("the roster could not be read", NodeInputs { is_behind: true, ..world.inputs() }),
+    for (what, inputs, expected) in [
+        ("a port is taken", NodeInputs { port_problems: vec!["8052".into()], ..world.inputs() }, super::RESYNC),
+        ("the roster could not be read", NodeInputs { is_behind: true, ..world.inputs() }, super::RESYNC),
+        (
+            "damage stays reported for a day",
+            NodeInputs { damage: Some("libflux".into()), ..world.inputs() },
+            super::CALM,
+        ),
     ] {
-        assert_eq!(decide(&inputs, &Memory::default()).rest, Some(super::RESYNC), "{what}");
+        assert_eq!(decide(&inputs, &Memory::default()).rest, Some(expected), "{what}");
     }
 }
 
