@@ -21,6 +21,7 @@ use tracing::{debug, info, warn};
 use super::{
     LONGEST_WRITES,
     caches::{ReadNode, unreadable},
+    is_unavailable,
     views::Views,
 };
 use api::{FluxNode, FluxNodeSpec, NAMESPACE};
@@ -42,13 +43,13 @@ const REPORT_AFTER: Duration = Duration::from_secs(10);
 pub struct FluxNodeWriter {
     client: Client,
     /// Those that could not be written, by name.
-    refused: BTreeMap<String, Refused>,
+    failed: BTreeMap<String, FailedWrites>,
     /// Those that nothing needs any more, and since when, or when their deletion last failed.
     stale: HashMap<String, Instant>,
 }
 
-/// A FluxNode that could not be written.
-struct Refused {
+/// What is known of a FluxNode that could not be written.
+struct FailedWrites {
     /// The first failed attempt.
     since: Instant,
     /// The last one: a round may end before its turn comes again.
@@ -59,23 +60,23 @@ struct Refused {
 impl FluxNodeWriter {
     /// Nothing is known of any FluxNode yet.
     pub fn new(client: Client) -> Self {
-        Self { client, refused: BTreeMap::new(), stale: HashMap::new() }
+        Self { client, failed: BTreeMap::new(), stale: HashMap::new() }
     }
 
-    /// Writes the specs that have changed, for [`LONGEST_WRITES`]. A FluxNode that can't be written, perhaps because its own agent has filled it, stops
-    /// no other one; see [`FluxNodeWriter::unusable`].
+    /// Writes the specs that have changed. After [`LONGEST_WRITES`], no further write begins. A FluxNode that can't be written, perhaps because its own
+    /// agent has filled it, keeps no other one back; see [`FluxNodeWriter::unusable`].
     pub async fn write(&mut self, projected: Vec<(&FluxNode, FluxNodeSpec)>) {
-        // None, in nearly all rounds.
-        if !self.refused.is_empty() {
+        // Collecting the names of thousands of FluxNodes takes time, and in most rounds no write has failed before.
+        if !self.failed.is_empty() {
             let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
             // The planner does not write the others any more.
-            self.refused.retain(|name, _| names.contains(name));
+            self.failed.retain(|name, _| names.contains(name));
         }
         let client = self.client.clone();
-        let mut written = pin!(write_all(&client, projected, Instant::now() + LONGEST_WRITES));
+        let mut written = pin!(write_all(&client, projected));
         while let Some((name, result)) = written.next().await {
             match result {
-                Ok(()) => drop(self.refused.remove(&name)),
+                Ok(()) => drop(self.failed.remove(&name)),
                 Err(error) => self.remember_failure(name, error_chain(&error)),
             }
         }
@@ -84,23 +85,23 @@ impl FluxNodeWriter {
     /// Remembers that FluxNode `name` could not be written, and why.
     fn remember_failure(&mut self, name: String, why: String) {
         let now = Instant::now();
-        match self.refused.entry(name) {
+        match self.failed.entry(name) {
             Entry::Occupied(mut known) => {
                 let known = known.get_mut();
                 (known.last, known.why) = (now, why);
             }
             Entry::Vacant(new) => {
                 warn!(error = why, "can't write a FluxNode");
-                new.insert(Refused { since: now, last: now, why });
+                new.insert(FailedWrites { since: now, last: now, why });
             }
         }
     }
 
     /// The FluxNodes that can't be read, or have not been written for [`REPORT_AFTER`].
     pub fn unusable(&self, flux_nodes: &[Arc<ReadNode>]) -> BTreeMap<String, Unusable> {
-        let refused = self.refused.iter().filter(|(_, refused)| refused.last - refused.since >= REPORT_AFTER);
-        let refused = refused.map(|(name, refused)| (name.clone(), Unusable::NotWritten(refused.why.clone())));
-        unreadable(flux_nodes).map(|name| (name, Unusable::NotRead)).chain(refused).collect()
+        let failed = self.failed.iter().filter(|(_, failed)| failed.last - failed.since >= REPORT_AFTER);
+        let failed = failed.map(|(name, failed)| (name.clone(), Unusable::NotWritten(failed.why.clone())));
+        unreadable(flux_nodes).map(|name| (name, Unusable::NotRead)).chain(failed).collect()
     }
 
     /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`). One that can't be deleted keeps nothing else
@@ -128,30 +129,31 @@ impl FluxNodeWriter {
 }
 
 /// Writes the FluxNodes' specs that have changed, and yields each FluxNode's name and result, in any order. The first of `projected` is the lead's
-/// or the likeliest lead's: it is written before all others, and even after `until`. A failed write keeps no other one back, unless the API server
-/// does not answer or is too busy. Then, and from `until` on, no further write begins. Those under way are awaited, so that none can overtake one of
-/// a later round.
+/// or the likeliest lead's, and is written before all others. A failed write keeps no other one back, unless the API server is away or too busy. Then,
+/// and once the others have had [`LONGEST_WRITES`], no further write begins. Those under way are awaited, so that none can overtake one of a later round.
 fn write_all<'a>(
     client: &'a Client,
     projected: Vec<(&'a FluxNode, FluxNodeSpec)>,
-    until: Instant,
 ) -> impl Stream<Item = (String, Result<(), ApiError>)> + Send + 'a {
     let mut projected = projected.into_iter();
     let lead = projected.next();
-    let is_busy = Arc::new(AtomicBool::new(false));
-    let busy = is_busy.clone();
+    let is_away = Arc::new(AtomicBool::new(false));
+    let away = is_away.clone();
     let write = move |(node, spec): (&'a FluxNode, FluxNodeSpec)| {
-        let is_busy = is_busy.clone();
+        let is_away = is_away.clone();
         async move {
             let written = write_node(client, node, &spec).await;
-            if written.as_ref().is_err_and(|error| matches!(error.code(), None | Some(429))) {
-                is_busy.store(true, Ordering::Relaxed);
+            if written.as_ref().is_err_and(is_unavailable) {
+                is_away.store(true, Ordering::Relaxed);
             }
             (node.name_any(), written)
         }
     };
-    let others =
-        stream::iter(projected).take_while(move |_| ready(!busy.load(Ordering::Relaxed) && Instant::now() < until));
+    let mut until = None;
+    let others = stream::iter(projected).take_while(move |_| {
+        let until = *until.get_or_insert_with(|| Instant::now() + LONGEST_WRITES);
+        ready(!away.load(Ordering::Relaxed) && Instant::now() < until)
+    });
     stream::iter(lead).then(write.clone()).chain(others.map(write).buffer_unordered(AT_ONCE))
 }
 
@@ -193,7 +195,7 @@ mod tests {
 
     use super::*;
 
-    /// An API server that knows FluxNodes by their names, and what it was asked.
+    /// What an API server was asked.
     #[derive(Default)]
     struct Asked {
         names: Vec<String>,
@@ -201,31 +203,47 @@ mod tests {
         most_at_once: usize,
     }
 
-    const ANSWERS_AFTER: Duration = Duration::from_millis(5);
-    const AN_HOUR: Duration = Duration::from_hours(1);
+    /// What the API server answers for one FluxNode.
+    #[derive(Clone, Copy)]
+    struct Odd {
+        name: &'static str,
+        /// None: it never answers.
+        code: Option<u16>,
+    }
 
-    /// Writes node0 to node99, of which the API server answers for node7 with this code, or never. Begins no write after `limit`. Returns the
-    /// names of those that could not be written, and what it was asked.
-    async fn write_100(code: Option<u16>, limit: Duration) -> (BTreeSet<String>, Arc<Mutex<Asked>>) {
+    /// Has `writer` write node0, which is the lead's, to node99.
+    async fn write_100(writer: &mut FluxNodeWriter) {
+        let node = |number: u32| {
+            let node_name = format!("node{number}");
+            FluxNode::new(&node_name, FluxNodeSpec { node_name: node_name.clone(), ..FluxNodeSpec::default() })
+        };
+        let nodes: Vec<_> = (0..100).map(node).collect();
+        writer
+            .write(nodes.iter().map(|node| (node, FluxNodeSpec { revision: 1, ..node.spec.clone() })).collect())
+            .await;
+    }
+
+    /// A writer, and what its API server is asked. That answers each request after `answers_after`, but for one FluxNode.
+    fn server(answers_after: Duration, odd: Odd) -> (FluxNodeWriter, Arc<Mutex<Asked>>) {
         let asked = Arc::<Mutex<Asked>>::default();
         let server = asked.clone();
         let serve = tower::service_fn(move |request: Request<Body>| {
             let server = server.clone();
             async move {
                 let name = request.uri().path().rsplit('/').next().unwrap().to_owned();
-                let count = |by: isize| {
+                let is_odd = name == odd.name;
+                {
                     let mut server = server.lock().unwrap();
-                    server.under_way = server.under_way.wrapping_add_signed(by);
+                    server.names.push(name.clone());
+                    server.under_way += 1;
                     server.most_at_once = server.most_at_once.max(server.under_way);
-                };
-                server.lock().unwrap().names.push(name.clone());
-                count(1);
-                tokio::time::sleep(ANSWERS_AFTER).await;
-                if name == "node7" && code.is_none() {
+                }
+                tokio::time::sleep(answers_after).await;
+                if is_odd && odd.code.is_none() {
                     std::future::pending::<()>().await;
                 }
-                count(-1);
-                let refused = code.filter(|_| name == "node7");
+                server.lock().unwrap().under_way -= 1;
+                let refused = odd.code.filter(|_| is_odd);
                 let body = match refused {
                     Some(code) => json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code,
                                          "message": "no", "reason": "Forbidden"}),
@@ -235,45 +253,50 @@ mod tests {
                 Ok::<_, std::io::Error>(response.body(Body::from(body.to_string().into_bytes())).unwrap())
             }
         });
-        let client = Client::new(serve, NAMESPACE);
-        let node = |number: u32| {
-            let node_name = format!("node{number}");
-            FluxNode::new(&node_name, FluxNodeSpec { node_name: node_name.clone(), ..FluxNodeSpec::default() })
-        };
-        let nodes: Vec<_> = (0..100).map(node).collect();
-        let projected = nodes.iter().map(|node| (node, FluxNodeSpec { revision: 1, ..node.spec.clone() })).collect();
-        let written: Vec<_> = write_all(&client, projected, Instant::now() + limit).collect().await;
-        let failed = written.into_iter().filter(|(_, result)| result.is_err()).map(|(name, _)| name).collect();
-        (failed, asked)
+        (FluxNodeWriter::new(Client::new(serve, NAMESPACE)), asked)
     }
+
+    const SOON: Duration = Duration::from_millis(5);
 
     #[tokio::test(start_paused = true)]
     async fn a_flux_node_that_can_not_be_written_keeps_no_other_one_back() {
         for code in [422, 403, 500] {
-            let (failed, asked) = write_100(Some(code), AN_HOUR).await;
+            let (mut writer, asked) = server(SOON, Odd { name: "node7", code: Some(code) });
+            write_100(&mut writer).await;
             let asked = asked.lock().unwrap();
-            assert_eq!(failed, BTreeSet::from(["node7".to_owned()]), "{code}");
+            assert_eq!(writer.failed.keys().collect::<Vec<_>>(), ["node7"], "{code}");
             assert_eq!((asked.names.len(), asked.most_at_once), (100, AT_ONCE), "{code}");
             assert_eq!(asked.names[0], "node0", "the lead's is written first");
         }
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_flux_node_whose_write_hangs_lets_all_others_be_written() {
+        for name in ["node0", "node7"] {
+            let (mut writer, asked) = server(SOON, Odd { name, code: None });
+            write_100(&mut writer).await;
+            assert_eq!(asked.lock().unwrap().names.len(), 100, "{name}");
+            assert_eq!(writer.failed.keys().collect::<Vec<_>>(), [name]);
+            write_100(&mut writer).await;
+            assert!(writer.unusable(&[]).contains_key(name), "it is reported");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn no_further_flux_node_is_written_while_the_api_server_is_busy() {
-        let (failed, asked) = write_100(Some(429), AN_HOUR).await;
-        assert_eq!(failed, BTreeSet::from(["node7".to_owned()]));
+        let (mut writer, asked) = server(SOON, Odd { name: "node7", code: Some(429) });
+        write_100(&mut writer).await;
+        assert_eq!(writer.failed.keys().collect::<Vec<_>>(), ["node7"]);
         let names = asked.lock().unwrap().names.clone();
         assert!(names.len() <= 2 * AT_ONCE, "{names:?}");
-        // One that is never answered holds nobody up.
-        let (failed, asked) = write_100(None, AN_HOUR).await;
-        assert_eq!((failed.len(), asked.lock().unwrap().names.len()), (1, 100));
     }
 
     #[tokio::test(start_paused = true)]
     async fn writes_of_flux_nodes_end_with_their_time_and_those_under_way_are_awaited() {
-        // The lead's by itself, and then as many as are written at once.
-        let (failed, asked) = write_100(Some(422), ANSWERS_AFTER * 2).await;
+        let (mut writer, asked) = server(LONGEST_WRITES, Odd { name: "node7", code: Some(422) });
+        write_100(&mut writer).await;
         let asked = asked.lock().unwrap();
-        assert_eq!((failed.len(), asked.names.len(), asked.under_way), (1, 1 + AT_ONCE, 0));
+        // The lead's by itself, and then as many as are written at once.
+        assert_eq!((writer.failed.len(), asked.names.len(), asked.under_way), (1, 1 + AT_ONCE, 0));
     }
 }

@@ -18,7 +18,7 @@ mod views;
 
 use std::time::Duration;
 
-use cluster::{lease, lease_rules::Place};
+use cluster::{ApiError, lease, lease_rules::Place};
 use kube::Client;
 use metrics::Metrics;
 use tokio::sync::watch;
@@ -28,6 +28,15 @@ use tracing::{info, warn};
 /// lead's), deletions of FluxNodes, labels. Writes under way are awaited, each for up to 10 s. Thousands of writes take longer than this, and nodes that
 /// join meanwhile would wait for the next roster.
 const LONGEST_WRITES: Duration = Duration::from_secs(2);
+
+/// True if the API server is away or too busy, so that the next call would probably fail, too. A call that got no answer in time may have waited for a
+/// webhook of its object, so it says nothing about other objects.
+fn is_unavailable(error: &ApiError) -> bool {
+    match error {
+        ApiError::Timeout(_) => false,
+        _ => matches!(error.code(), None | Some(429 | 502..=504)),
+    }
+}
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.
 /// `place`: this agent's place among the candidates. While this agent is the planner, `metrics` get what it observes of the instance.

@@ -6,7 +6,7 @@ use futures::{Stream, StreamExt};
 use tokio::time::{Instant, timeout, timeout_at};
 
 /// Rounds begin at least this far apart. The first join of a burst makes a revision by itself, and those of each 100 ms after it make one together. The
-/// lead gathers further: after a live change it applies the newest roster, however many revisions that is ahead.
+/// lead's agent gathers again: after a live change it applies the newest roster, however many revisions that is ahead.
 const APART: Duration = Duration::from_millis(100);
 /// The planner gathers changes at least this long. After a round its stores usually have by then what that round wrote, so the next one does not write
 /// that again.
@@ -88,6 +88,18 @@ mod tests {
                 "done"
             };
             assert_eq!((changes.during(round).await, changes.is_pending), ("done", count > 0), "{count}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_change_that_came_during_a_round_begins_the_next_one_without_a_further_change() {
+        for (is_urgent, after) in [(false, APART), (true, Duration::ZERO)] {
+            let mut changes = Changes::of(stream::iter([()]).chain(stream::pending()));
+            let begun = Instant::now();
+            // Pending once, so that the change is taken up.
+            changes.during(tokio::task::yield_now()).await;
+            changes.gather(|| is_urgent).await;
+            assert_eq!(begun.elapsed(), after, "{is_urgent}");
         }
     }
 
