@@ -17,11 +17,11 @@ use cluster::{Announcer, ApiError, as_read, call, gone_is_fine, merge_patch, pat
 
 /// How often a FluxNode that changes while it is deleted is read again.
 const DELETE_TRIES: u32 = 5;
-/// First pause before the agent writes a status again that the API server has refused or cut. It doubles each time, up to [`UNSHOWN_LONGEST`]: all
+/// First pause before the agent writes a status again that the API server has refused or cut. It doubles each time, up to [`LONGEST_PAUSE`]: all
 /// agents may have such a status, for example while the CustomResourceDefinition is an older one.
-const UNSHOWN_AGAIN: Duration = Duration::from_secs(6);
+const FIRST_PAUSE: Duration = Duration::from_secs(6);
 /// The longest such pause, before up to half of it is added at random.
-const UNSHOWN_LONGEST: Duration = Duration::from_mins(2);
+const LONGEST_PAUSE: Duration = Duration::from_mins(2);
 
 /// Writes the FluxNode of one node.
 pub struct Reporter {
@@ -31,18 +31,17 @@ pub struct Reporter {
     announcer: Announcer,
     /// The refusal of a status that was logged last.
     refused: Option<String>,
-    /// The status that the FluxNode does not show although this agent has written it.
-    unshown: Option<Unshown>,
+    /// The status that is not written again for a while.
+    held_back: Option<HeldBack>,
 }
 
-/// A status that the API server refuses, or does not keep whole.
-struct Unshown {
+/// A status that the API server has refused, or did not keep whole.
+struct HeldBack {
     status: FluxNodeStatus,
-    /// uid and resourceVersion of the FluxNode that does not show it: a new one, or one that somebody has changed, may take it.
-    of: [Option<String>; 2],
+    /// uid and resourceVersion of the FluxNode that did not take it: a new one, or one that somebody has changed, may take it.
+    version: [Option<String>; 2],
     pause: Duration,
-    /// When to write it again.
-    again: Instant,
+    until: Instant,
 }
 
 impl Reporter {
@@ -59,7 +58,7 @@ impl Reporter {
             name,
             announcer: Announcer::new(client, pod),
             refused: None,
-            unshown: None,
+            held_back: None,
         }
     }
 
@@ -110,7 +109,7 @@ impl Reporter {
         let written = call(format!("status of FluxNode {}", self.name), written).await?;
         let is_reported = written.status.as_ref() == Some(next);
         if is_reported {
-            self.unshown = None;
+            self.held_back = None;
         } else {
             self.hold_back(next, &written);
         }
@@ -126,12 +125,11 @@ impl Reporter {
 
     /// [`Reporter::write`] for callers that go on without it. Returns true if the FluxNode shows all of `next`. A refusal that repeating can't change
     /// (by a policy, a role, the schema of another version, or for its size) is logged once, since the status can't show it; all other errors pass
-    /// by themselves. A status that was refused or cut is not sent again before [`Unshown::again`], unless it or the FluxNode changes.
+    /// by themselves. A status that was refused or cut is not sent again before [`HeldBack::until`], unless it or the FluxNode changes.
     pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
-        let is_held_back = |unshown: &Unshown| {
-            unshown.status == *next && unshown.of == version(node) && Instant::now() < unshown.again
-        };
-        if node.status.as_ref() != Some(next) && self.unshown.as_ref().is_some_and(is_held_back) {
+        let is_held_back =
+            |held: &HeldBack| held.status == *next && held.version == version(node) && Instant::now() < held.until;
+        if node.status.as_ref() != Some(next) && self.held_back.as_ref().is_some_and(is_held_back) {
             return false;
         }
         let error = match self.write(node, next, wrote).await {
@@ -141,7 +139,7 @@ impl Reporter {
             }
             Err(error) => error,
         };
-        let passes = !error.is_lasting() && !error.is_about_the_object() && !matches!(error.code(), Some(400..=403));
+        let passes = !error.is_about_the_object() && !matches!(error.code(), Some(400..=403));
         if !passes {
             self.hold_back(next, node);
         }
@@ -157,11 +155,11 @@ impl Reporter {
 
     /// Lets [`Reporter::try_write`] wait before it sends `status` again, for as long as the FluxNode is `node`.
     fn hold_back(&mut self, status: &FluxNodeStatus, node: &FluxNode) {
-        let of = version(node);
-        let before = self.unshown.as_ref().filter(|before| before.status == *status && before.of[0] == of[0]);
-        let pause = before.map_or(UNSHOWN_AGAIN, |before| (2 * before.pause).min(UNSHOWN_LONGEST));
-        let again = Instant::now() + jittered(pause);
-        self.unshown = Some(Unshown { status: status.clone(), of, pause, again });
+        let version = version(node);
+        let before = self.held_back.as_ref().filter(|held| held.status == *status && held.version[0] == version[0]);
+        let pause = before.map_or(FIRST_PAUSE, |before| (2 * before.pause).min(LONGEST_PAUSE));
+        let until = Instant::now() + jittered(pause);
+        self.held_back = Some(HeldBack { status: status.clone(), version, pause, until });
     }
 
     /// Deletes the FluxNode, because the host is clean. The planner may write to it at the same moment.

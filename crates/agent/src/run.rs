@@ -181,7 +181,7 @@ async fn round(agent: &mut Agent) -> Duration {
         Some(rest) if decision.step.is_rest() => {
             finish_idle_round(agent, &inputs, &decision).await;
             // Only the next round writes the report again, and takes in what upkeep finds.
-            if is_reported && !agent.background.must_be_asked_soon(&inputs) { rest } else { rest.min(RESYNC) }
+            if is_reported && !agent.background.needs_round_soon(&inputs) { rest } else { rest.min(RESYNC) }
         }
         // The report may have taken a part of the pause.
         Some(rest) => rest.saturating_sub(inputs.at.elapsed()),
@@ -220,7 +220,7 @@ async fn carry_out(agent: &mut Agent, inputs: &NodeInputs, step: &Step) {
     agent.report_step(inputs, step, None).await;
 }
 
-/// The end of a round without a step: forgets failed attempts, starts queues that may be stopped, and begins upkeep, which nothing waits for.
+/// Ends a round that rests: forgets failed attempts, starts queues that may be stopped, and does the upkeep that is due. No step depends on upkeep.
 async fn finish_idle_round(agent: &mut Agent, inputs: &NodeInputs, decision: &Decision) {
     agent.memory.attempts.succeeded();
     if decision.step == Step::Hold {

@@ -90,7 +90,7 @@ impl Background {
     }
 
     /// True while a look or a mending goes on, or its outcome is not yet in `inputs`: then the next round must come soon.
-    pub fn must_be_asked_soon(&self, inputs: &NodeInputs) -> bool {
+    pub fn needs_round_soon(&self, inputs: &NodeInputs) -> bool {
         self.inspecting.is_at_work() || self.inspecting.damage() != inputs.damage
     }
 

@@ -55,7 +55,8 @@ pub struct PublishedState {
     packages_version: Option<String>,
     /// What they were read for, and when to read them again if they lack something.
     packages_read: Option<(PackagesWanted, Instant)>,
-    /// While the certificate is gone: when this agent next tries to restore it. The lead does not wait for it.
+    /// When this agent next tries to restore the certificate; the lead's agent does not wait for it. None while the certificate is there, or while this
+    /// node has no rank.
     restore_at: Option<Instant>,
 }
 
@@ -113,17 +114,15 @@ impl PublishedState {
             self.restore_at = None;
             return Ok(());
         };
-        // The lead tries in each round.
-        if rank != 0 {
-            let now = Instant::now();
-            if *self.restore_at.get_or_insert(now + restore_patience(rank)) > now {
-                return Ok(());
-            }
+        let now = Instant::now();
+        let at = restore_time(rank, self.restore_at, now);
+        self.restore_at = Some(at);
+        if at > now {
+            return Ok(());
         }
-        let tried = self.restore_certificate(client, view).await;
-        // Also after an error: all followers may have the same one.
-        self.restore_at = Some(Instant::now() + jittered(RESTORE_AGAIN));
-        tried
+        // Also if this try fails: all followers' requests may fail at the same time.
+        self.restore_at = Some(now + jittered(RESTORE_AGAIN));
+        self.restore_certificate(client, view).await
     }
 
     /// The roster as it is published now; None if there is none, and then the one that was read before stays. The API server is asked for
@@ -292,6 +291,11 @@ fn restore_patience(rank: Rank) -> Duration {
     Duration::from_secs(60 + u64::from(rank % 60))
 }
 
+/// When the agent of `rank` tries to restore the certificate, which is gone. `planned`: as this agent decided before. The lead tries in each round.
+fn restore_time(rank: Rank, planned: Option<Instant>, now: Instant) -> Instant {
+    if rank == 0 { now } else { planned.unwrap_or_else(|| now + restore_patience(rank)) }
+}
+
 /// Reads the published roster.
 ///
 /// # Errors
@@ -445,5 +449,10 @@ mod tests {
     fn followers_wait_one_to_two_minutes_before_they_restore_the_certificate() {
         let patience = [1, 9, 59, 60, 4999].map(|rank| restore_patience(rank).as_secs());
         assert_eq!(patience, [61, 69, 119, 60, 79], "spread over a minute among any number of nodes");
+        let now = Instant::now();
+        let later = now + Duration::from_secs(7);
+        assert_eq!(restore_time(9, None, now), now + restore_patience(9));
+        assert_eq!(restore_time(9, Some(later), now), later);
+        assert_eq!(restore_time(0, Some(later), now), now, "the lead");
     }
 }

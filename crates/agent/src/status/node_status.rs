@@ -158,7 +158,9 @@ pub(super) fn job_counts(inputs: &NodeInputs) -> Option<JobCounts> {
 
 /// The status if the host can't be observed: the last report stands, but nothing supervises the broker.
 pub fn unobserved(why: String, before: Option<&FluxNodeStatus>) -> FluxNodeStatus {
-    FluxNodeStatus { phase: NodePhase::Failed, message: Some(why), ..before.cloned().unwrap_or_default() }
+    let before = before.cloned().unwrap_or_default();
+    // The last report may name the failed lead of an earlier attempt. The planner would then count no failure of this attempt, and would try no other lead.
+    FluxNodeStatus { phase: NodePhase::Failed, message: Some(why), lead_failed: None, ..before }
 }
 
 /// The part of preflight that the planner needs.
@@ -339,6 +341,16 @@ mod tests {
         assert_eq!(answering.drain_reasons, [("bad disk".to_owned(), "3".parse().unwrap())].into());
         let silent = node_status(&lead_with_broker(answering), &memory, &Step::Hold, None).unwrap();
         assert_eq!((silent.drained_by_others.to_string(), silent.drain_reasons.len()), ("3".to_owned(), 1));
+    }
+
+    #[test]
+    fn a_host_that_can_not_be_observed_fails_with_its_last_report_but_for_the_failed_lead() {
+        let lead_failed = Some(LeadFailed { instance_id: "earlier".to_owned(), last_words: None });
+        let before =
+            FluxNodeStatus { lead_failed, rejected: [("b".to_owned(), "why".to_owned())].into(), ..Default::default() };
+        let status = unobserved("no /proc".to_owned(), Some(&before));
+        assert_eq!((status.phase, status.message.as_deref()), (NodePhase::Failed, Some("no /proc")));
+        assert_eq!((status.rejected, status.lead_failed), (before.rejected, None));
     }
 
     #[test]
