@@ -41,7 +41,7 @@ async fn a_taken_port_is_reported_with_its_process_until_it_is_free() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_damaged_state_json_is_reported_until_it_is_fixed_and_the_broker_keeps_running() {
+async fn a_damaged_state_json_is_reported_until_it_is_fixed() {
     let Some(case) = Case::on(1).await else { return };
     let served = tempfile::tempdir().unwrap();
     let server = Server::start(served.path()).await;
@@ -49,7 +49,7 @@ async fn a_damaged_state_json_is_reported_until_it_is_fixed_and_the_broker_keeps
     std::fs::write(served.path().join("a.tar.gz"), &bytes).unwrap();
     case.create(packages(&server, "a.tar.gz", &sha256(&bytes))).await;
     let started = |node: &FluxNode| node.status.as_ref().is_some_and(|status| status.adopted.is_some());
-    let broker = case.until("node1", "started", started).await.status.unwrap().adopted;
+    case.until("node1", "started", started).await;
 
     let path = case.on_node("node1", "/opt/flux-distribute/state.json");
     let whole = std::fs::read(&path).unwrap();
@@ -66,5 +66,4 @@ async fn a_damaged_state_json_is_reported_until_it_is_fixed_and_the_broker_keeps
         case.is("node1", NodePhase::Starting).await;
     }
     case.warned("FluxNode/node1", "state.json").await;
-    assert_eq!(case.api::<FluxNode>().get("node1").await.unwrap().status.unwrap().adopted, broker);
 }

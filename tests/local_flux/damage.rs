@@ -1,12 +1,12 @@
-//! A file of an installed package that is not what it was.
+//! A file that is not what it was: of an installed package, or the list of what is to undo.
 
-use api::FluxNode;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 
 use crate::harness::Cluster;
+use api::{FluxNode, NodePhase};
 
 #[test]
 fn a_flipped_byte_is_reported_and_repaired_while_the_broker_runs() {
@@ -29,6 +29,23 @@ fn a_flipped_byte_is_reported_and_repaired_while_the_broker_runs() {
         .until("the mending in the status", || damage().filter(|words| words.contains("was damaged and mended at")));
     assert!(told.contains("changed ") && told.contains("libflux-core.so"), "{told}");
     assert_eq!(sum(), whole);
+    assert_eq!(cluster.brokers(), before);
+    job.finish();
+}
+
+#[test]
+fn a_damaged_state_json_leaves_broker_and_job_alone() {
+    let Some(cluster) = Cluster::up(1, &[]) else { return };
+    let (before, job) = (cluster.brokers(), cluster.job(&["-n1"]));
+    let state = cluster.root("node1").join("opt/flux-distribute/state.json");
+    let whole = std::fs::read(&state).unwrap();
+    std::fs::write(&state, "{").unwrap();
+    let status = || cluster.wait(cluster.api::<FluxNode>().get("node1")).unwrap().status;
+    let told =
+        cluster.until("the damage in the status", || status().filter(|status| status.phase == NodePhase::Failed));
+    assert!(told.message.is_some_and(|message| message.contains("state.json")));
+    std::fs::write(&state, &whole).unwrap();
+    cluster.all_online(1);
     assert_eq!(cluster.brokers(), before);
     job.finish();
 }
