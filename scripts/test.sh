@@ -14,6 +14,9 @@ if [ "$(id -u)" != 0 ] && sudo -n true 2>/dev/null; then
     export "$runner=sudo -E env PATH=$PATH"
 fi
 
+# One more at once than there are processors: most tests wait for most of their time.
+export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(($(nproc) + 1))}
+
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 # Not captured, since a test that ends early prints why, which the summary counts.

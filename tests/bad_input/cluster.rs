@@ -41,7 +41,8 @@ use serde_json::{Value, json};
 
 use crate::needs::{NODES, Need, skips_without};
 
-pub const PATIENCE: Duration = Duration::from_secs(45);
+/// For whatever takes seconds. A channel is asked for several files, for each up to five times.
+pub const PATIENCE: Duration = Duration::from_mins(2);
 
 /// Waits for what the API server acts by a moment after it was made, as a policy or a quota, and sends no event for.
 pub async fn until_true(what: &str, mut look: impl AsyncFnMut() -> bool) {

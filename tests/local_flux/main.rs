@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)] // clippy.toml's exception ends at the tests' own functions
 
 /// What a small machine can take.
-const CLUSTERS_AT_ONCE: u32 = 2;
+const CLUSTERS_AT_ONCE: u32 = 3;
 
 /// The longest life of a cluster.
 const LONGEST: std::time::Duration = std::time::Duration::from_mins(20);
