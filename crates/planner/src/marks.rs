@@ -55,7 +55,7 @@ impl Pause {
         Self { length, until: now + length }
     }
 
-    /// True if the pause ended so long ago that it says nothing about the next failure.
+    /// True from [`LONGEST_PAUSE`] after its end on: then it says nothing about the next failure.
     fn is_forgotten(&self, now: Instant) -> bool {
         now >= self.until + LONGEST_PAUSE
     }
