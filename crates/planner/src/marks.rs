@@ -137,15 +137,24 @@ impl MarkWriter {
         let (mut failed, mut answered, mut unanswered, mut failures, mut last) = (Vec::new(), 0, 0, 0, None);
         let mut written = pin!(stream::iter(patches).buffer_unordered(AT_ONCE));
         while let Some((uid, error)) = written.next().await {
+            let Some(error) = error else {
+                answered += 1;
+                continue;
+            };
             match &error {
-                Some(ApiError::Timeout(_)) => unanswered += 1,
-                Some(error) if is_unavailable(error) => is_away.store(true, Ordering::Relaxed),
-                _ => answered += 1,
-            }
-            // If the Node has changed meanwhile, the next round tries again.
-            let Some(error) = error.filter(|error| error.code() != Some(409)) else { continue };
-            if !is_unavailable(&error) {
-                failed.push(uid);
+                ApiError::Timeout(_) => {
+                    unanswered += 1;
+                    failed.push(uid);
+                }
+                _ if is_unavailable(&error) => is_away.store(true, Ordering::Relaxed),
+                _ => {
+                    answered += 1;
+                    if error.code() == Some(409) {
+                        // The Node has changed meanwhile: the next round tries again.
+                        continue;
+                    }
+                    failed.push(uid);
+                }
             }
             failures += 1;
             last = Some(error);
