@@ -134,8 +134,17 @@ impl<'a> Members<'a> {
     /// Computes the state of every member of `roster`. It stays valid while the roster's drains change, while members
     /// without a broker lose their ranks, and while nodes without a broker get ranks.
     pub fn observe(seen: &Observed<'a>, roster: &Roster) -> Self {
+        Self::on(NodeIndex::of(&seen.nodes), seen, roster)
+    }
+
+    /// As [`Members::observe`], of the same Nodes and of a roster that has changed since.
+    pub fn observe_again(self, seen: &Observed<'a>, roster: &Roster) -> Self {
+        Self::on(self.nodes, seen, roster)
+    }
+
+    fn on(nodes: NodeIndex<'a>, seen: &Observed<'a>, roster: &Roster) -> Self {
         let mut members = Self {
-            nodes: NodeIndex::of(&seen.nodes),
+            nodes,
             instance_id: roster.instance_id.clone(),
             epoch: roster.epoch,
             max_size: roster.settings.max_size,

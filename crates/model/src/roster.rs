@@ -82,11 +82,11 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
     }
     keep::keep_members(seen, &members, &mut next);
     // Ranks may have lost their members, or have them under other Nodes.
-    let members = Members::observe(seen, &next);
+    let members = members.observe_again(seen, &next);
     drain::drain(seen, &members, &mut next);
     join::relocate_stranded(seen, &members, &mut next);
     join::join(seen, &members, &mut next);
-    properties::assign(seen, &mut next);
+    properties::assign(seen, &members.nodes, &mut next);
     if next == *roster {
         return Decision::Keep;
     }

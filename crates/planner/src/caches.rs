@@ -82,7 +82,7 @@ pub(super) fn readable(nodes: &[Arc<ReadNode>]) -> impl Iterator<Item = &FluxNod
 
 /// The names of the FluxNodes that this version can't read.
 pub(super) fn unreadable(nodes: &[Arc<ReadNode>]) -> impl Iterator<Item = String> {
-    nodes.iter().filter_map(|node| node.as_ref().clone().err())
+    nodes.iter().filter_map(|node| node.as_ref().as_ref().err().cloned())
 }
 
 /// All of a FluxNode that planning may depend on.

@@ -308,7 +308,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
         ranks,
         ..roster.clone()
     };
-    properties::assign(seen, &mut next);
+    properties::assign(seen, &NodeIndex::of(&seen.nodes), &mut next);
     next.ranks.contains_key(&0).then_some(next)
 }
 

@@ -7,7 +7,7 @@ use crate::{
     broker_names::{is_broker_name, spare_name},
     eligibility::{NodeView, eligible},
     lead::{LEAD_PATIENCE, was_named},
-    members::Members,
+    members::{Members, NodeIndex},
     observed::{
         Observed, candidates, entry, format, has_failed, has_passed, holds_another, is_of_instance, limit,
         participant_count,
@@ -155,7 +155,7 @@ fn first_roster(
         let entry = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, 1);
         roster.ranks.insert(rank, entry);
     }
-    properties::assign(seen, &mut roster);
+    properties::assign(seen, &NodeIndex::of(&seen.nodes), &mut roster);
     Decision::Write(Box::new(roster))
 }
 

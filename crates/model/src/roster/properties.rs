@@ -11,8 +11,7 @@ use api::Roster;
 
 /// Gives every member its properties, and takes over what is known of its kubelet. A member whose Node is gone keeps its own while its
 /// rank is kept.
-pub(super) fn assign(seen: &Observed, roster: &mut Roster) {
-    let nodes = NodeIndex::of(&seen.nodes);
+pub(super) fn assign(seen: &Observed, nodes: &NodeIndex, roster: &mut Roster) {
     let node = |uid: &str| nodes.with_uid(uid);
     let members = || roster.ranks.values().filter_map(|entry| Some((entry, node(&entry.member.as_ref()?.uid))));
     let architectures = members().filter_map(|(_, node)| Some(&node?.architecture));
