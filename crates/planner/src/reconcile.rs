@@ -108,8 +108,13 @@ pub async fn run(
         if !complete {
             continue;
         }
-        let begun = Instant::now();
-        let done = changes.during(planner.once(&caches)).await;
+        let (begun, was_over) = (Instant::now(), caches.is_over());
+        // Nor may a round under way, whose writes may hang, hold up the one that takes our marks off the Nodes.
+        let done = changes.during(planner.once(&caches), || !was_over && caches.is_over()).await;
+        let Some(done) = done else {
+            planner.forget();
+            continue;
+        };
         metrics.planner_round(begun.elapsed());
         match done {
             // A deadline that was moved is in the status, which is written last.
@@ -328,11 +333,13 @@ impl Planner {
         if counts_only && was_just_written {
             return Ok(());
         }
-        self.announce(flux, &next, obstacle.as_ref()).await;
         if flux.status.as_ref() != Some(&next) {
             self.status_written = Some(Instant::now());
         }
-        instance::write_status(&self.client, flux, &next).await
+        let written = instance::write_status(&self.client, flux, &next).await;
+        // After it: an Event that hangs must not hold the status back.
+        self.announce(flux, &next, obstacle.as_ref()).await;
+        written
     }
 
     /// Takes over the previous planner's time limits, once; see [`move_limits`]. Returns true if the roster was

@@ -41,15 +41,24 @@ impl<S: Stream<Item = ()> + Unpin> Changes<S> {
     }
 
     /// Runs a round and takes up changes during it. A round may write thousands of FluxNodes: if the stores did not see them until its end, the next
-    /// round would write them again.
-    pub(super) async fn during<T>(&mut self, round: impl Future<Output = T>) -> T {
+    /// round would write them again. Drops the round and returns None if a change came after which it `is_outdated`.
+    pub(super) async fn during<T>(
+        &mut self,
+        round: impl Future<Output = T>,
+        is_outdated: impl Fn() -> bool,
+    ) -> Option<T> {
         let mut round = pin!(round);
         self.begun = Some(Instant::now());
         loop {
             tokio::select! {
                 biased;
-                done = &mut round => return done,
-                Some(()) = self.stream.next() => self.is_pending = true,
+                done = &mut round => return Some(done),
+                Some(()) = self.stream.next() => {
+                    self.is_pending = true;
+                    if is_outdated() {
+                        return None;
+                    }
+                }
             }
         }
     }
@@ -87,8 +96,20 @@ mod tests {
                 }
                 "done"
             };
-            assert_eq!((changes.during(round).await, changes.is_pending), ("done", count > 0), "{count}");
+            let done = changes.during(round, || false).await;
+            assert_eq!((done, changes.is_pending), (Some("done"), count > 0), "{count}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_change_ends_a_round_that_hangs_if_it_is_outdated_then() {
+        let taken = AtomicU32::new(0);
+        let changes = stream::iter(0..10).inspect(|_| drop(taken.fetch_add(1, Ordering::Relaxed))).map(drop);
+        let mut changes = Changes::of(changes.chain(stream::pending()));
+        let is_outdated = || taken.load(Ordering::Relaxed) == 3;
+        assert_eq!(changes.during(std::future::pending::<()>(), is_outdated).await, None);
+        assert!(changes.is_pending, "the next round begins at once");
+        assert_eq!(taken.load(Ordering::Relaxed), 3);
     }
 
     #[tokio::test(start_paused = true)]
@@ -97,7 +118,7 @@ mod tests {
             let mut changes = Changes::of(stream::iter([()]).chain(stream::pending()));
             let begun = Instant::now();
             // Pending once, so that the change is taken up.
-            changes.during(tokio::task::yield_now()).await;
+            changes.during(tokio::task::yield_now(), || false).await;
             changes.gather(|| is_urgent).await;
             assert_eq!(begun.elapsed(), after, "{is_urgent}");
         }
@@ -116,7 +137,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_round_ends_without_changes_and_after_the_last_one() {
-        assert_eq!(Changes::of(stream::pending()).during(async { 7 }).await, 7);
-        Changes::of(stream::empty()).during(tokio::task::yield_now()).await;
+        assert_eq!(Changes::of(stream::pending()).during(async { 7 }, || true).await, Some(7));
+        Changes::of(stream::empty()).during(tokio::task::yield_now(), || true).await;
     }
 }

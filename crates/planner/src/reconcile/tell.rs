@@ -21,13 +21,14 @@ impl Planner {
             let flux = instances.iter().find(|instance| instance.name_any() == INSTANCE);
             let about = flux.map_or_else(instance::default_reference, |flux| flux.object_ref(&()));
             let reason = error.reason();
-            self.announcer.say(&about, true, reason, &message).await;
-            let Some(flux) = flux else { return };
-            let before = flux.status.clone().unwrap_or_default();
-            let next = stopped(&before, reason, &message, clock::now());
-            if let Err(error) = instance::write_status(&self.client, flux, &next).await {
-                warn!(error = error_chain(&error), "can't write the FluxInstance's status");
+            if let Some(flux) = flux {
+                let before = flux.status.clone().unwrap_or_default();
+                let next = stopped(&before, reason, &message, clock::now());
+                if let Err(error) = instance::write_status(&self.client, flux, &next).await {
+                    warn!(error = error_chain(&error), "can't write the FluxInstance's status");
+                }
             }
+            self.announcer.say(&about, true, reason, &message).await;
         }
     }
 
