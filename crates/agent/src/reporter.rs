@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Node;
 use kube::{
-    Api, Client, Resource,
+    Api, Client, Resource, ResourceExt,
     api::{ListParams, Patch, PostParams},
 };
 use serde_json::json;
@@ -38,8 +38,10 @@ pub struct Reporter {
 /// A status that the API server has refused, or did not keep whole.
 struct HeldBack {
     status: FluxNodeStatus,
-    /// uid and resourceVersion of the FluxNode that did not take it: a new one, or one that somebody has changed, may take it.
-    version: [Option<String>; 2],
+    /// Of the FluxNode that did not take it. A new one, or one that somebody has changed, may take it.
+    uid: Option<String>,
+    /// Of the same FluxNode.
+    resource_version: Option<String>,
     pause: Duration,
     until: Instant,
 }
@@ -127,8 +129,11 @@ impl Reporter {
     /// (by a policy, a role, the schema of another version, or for its size) is logged once, since the status can't show it; all other errors pass
     /// by themselves. A status that was refused or cut is not sent again before [`HeldBack::until`], unless it or the FluxNode changes.
     pub async fn try_write(&mut self, node: &FluxNode, next: &FluxNodeStatus, wrote: impl FnOnce(FluxNode)) -> bool {
-        let is_held_back =
-            |held: &HeldBack| held.status == *next && held.version == version(node) && Instant::now() < held.until;
+        let is_held_back = |held: &HeldBack| {
+            let is_the_same =
+                (&held.uid, &held.resource_version) == (&node.metadata.uid, &node.metadata.resource_version);
+            is_the_same && held.status == *next && Instant::now() < held.until
+        };
         if node.status.as_ref() != Some(next) && self.held_back.as_ref().is_some_and(is_held_back) {
             return false;
         }
@@ -155,11 +160,11 @@ impl Reporter {
 
     /// Lets [`Reporter::try_write`] wait before it sends `status` again, for as long as the FluxNode is `node`.
     fn hold_back(&mut self, status: &FluxNodeStatus, node: &FluxNode) {
-        let version = version(node);
-        let before = self.held_back.as_ref().filter(|held| held.status == *status && held.version[0] == version[0]);
+        let (uid, resource_version) = (node.uid(), node.resource_version());
+        let before = self.held_back.as_ref().filter(|held| held.status == *status && held.uid == uid);
         let pause = before.map_or(FIRST_PAUSE, |before| (2 * before.pause).min(LONGEST_PAUSE));
         let until = Instant::now() + jittered(pause);
-        self.held_back = Some(HeldBack { status: status.clone(), version, pause, until });
+        self.held_back = Some(HeldBack { status: status.clone(), uid, resource_version, pause, until });
     }
 
     /// Deletes the FluxNode, because the host is clean. The planner may write to it at the same moment.
@@ -186,11 +191,6 @@ impl Reporter {
     pub async fn of(&self, name: &str) -> Result<Option<FluxNode>, ApiError> {
         call(format!("get FluxNode {name}"), self.nodes.get_opt(name)).await
     }
-}
-
-/// metadata.uid and metadata.resourceVersion.
-fn version(node: &FluxNode) -> [Option<String>; 2] {
-    [node.metadata.uid.clone(), node.metadata.resource_version.clone()]
 }
 
 #[cfg(test)]

@@ -65,12 +65,16 @@ impl FluxNodeWriter {
 
     /// Writes the specs that have changed. After [`LONGEST_WRITES`], no further write begins. A FluxNode that can't be written, perhaps because its own
     /// agent has filled it, keeps no other one back; see [`FluxNodeWriter::unusable`].
-    pub async fn write(&mut self, projected: Vec<(&FluxNode, FluxNodeSpec)>) {
+    pub async fn write(&mut self, mut projected: Vec<(&FluxNode, FluxNodeSpec)>) {
         // Collecting the names of thousands of FluxNodes takes time, and in most rounds no write has failed before.
         if !self.failed.is_empty() {
             let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
             // The planner does not write the others any more.
             self.failed.retain(|name, _| names.contains(name));
+            // If their writes hang, they must not take all the time from the others. The lead's stays the first.
+            if let Some((_, others)) = projected.split_first_mut() {
+                others.sort_by_key(|(flux_node, _)| self.failed.contains_key(&flux_node.name_any()));
+            }
         }
         let client = self.client.clone();
         let mut written = pin!(write_all(&client, projected));
@@ -105,7 +109,7 @@ impl FluxNodeWriter {
     }
 
     /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`). One that can't be deleted keeps nothing else
-    /// from being written, and is tried again after the same time.
+    /// from being written, and is tried again after the same time; in the next round if it had changed, or if the API server was away.
     pub async fn delete_stale(&mut self, cached: &Views<ReadNode>, seen: &Observed<'_>, planned: Option<&Planned<'_>>) {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let stale = forsaken(seen, planned);
@@ -122,7 +126,12 @@ impl FluxNodeWriter {
                 && let Err(error) = delete(&self.client, node, newest.version).await
             {
                 warn!(node = name, error = error_chain(&error), "can't delete the FluxNode of a Node that is gone");
-                self.stale.insert(name, Instant::now());
+                if is_unavailable(&error) {
+                    break;
+                }
+                if error.code() != Some(409) {
+                    self.stale.insert(name, Instant::now());
+                }
             }
         }
     }
@@ -205,7 +214,7 @@ mod tests {
 
     /// What the API server answers for one FluxNode.
     #[derive(Clone, Copy)]
-    struct Odd {
+    struct OddAnswer {
         name: &'static str,
         /// None: it never answers.
         code: Option<u16>,
@@ -224,25 +233,25 @@ mod tests {
     }
 
     /// A writer, and what its API server is asked. That answers each request after `answers_after`, but for one FluxNode.
-    fn server(answers_after: Duration, odd: Odd) -> (FluxNodeWriter, Arc<Mutex<Asked>>) {
+    fn writer_with(answers_after: Duration, odd: OddAnswer) -> (FluxNodeWriter, Arc<Mutex<Asked>>) {
         let asked = Arc::<Mutex<Asked>>::default();
-        let server = asked.clone();
+        let seen = asked.clone();
         let serve = tower::service_fn(move |request: Request<Body>| {
-            let server = server.clone();
+            let seen = seen.clone();
             async move {
                 let name = request.uri().path().rsplit('/').next().unwrap().to_owned();
                 let is_odd = name == odd.name;
                 {
-                    let mut server = server.lock().unwrap();
-                    server.names.push(name.clone());
-                    server.under_way += 1;
-                    server.most_at_once = server.most_at_once.max(server.under_way);
+                    let mut seen = seen.lock().unwrap();
+                    seen.names.push(name.clone());
+                    seen.under_way += 1;
+                    seen.most_at_once = seen.most_at_once.max(seen.under_way);
                 }
                 tokio::time::sleep(answers_after).await;
                 if is_odd && odd.code.is_none() {
                     std::future::pending::<()>().await;
                 }
-                server.lock().unwrap().under_way -= 1;
+                seen.lock().unwrap().under_way -= 1;
                 let refused = odd.code.filter(|_| is_odd);
                 let body = match refused {
                     Some(code) => json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code,
@@ -261,7 +270,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_flux_node_that_can_not_be_written_keeps_no_other_one_back() {
         for code in [422, 403, 500] {
-            let (mut writer, asked) = server(SOON, Odd { name: "node7", code: Some(code) });
+            let (mut writer, asked) = writer_with(SOON, OddAnswer { name: "node7", code: Some(code) });
             write_100(&mut writer).await;
             let asked = asked.lock().unwrap();
             assert_eq!(writer.failed.keys().collect::<Vec<_>>(), ["node7"], "{code}");
@@ -273,7 +282,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_flux_node_whose_write_hangs_lets_all_others_be_written() {
         for name in ["node0", "node7"] {
-            let (mut writer, asked) = server(SOON, Odd { name, code: None });
+            let (mut writer, asked) = writer_with(SOON, OddAnswer { name, code: None });
             write_100(&mut writer).await;
             assert_eq!(asked.lock().unwrap().names.len(), 100, "{name}");
             assert_eq!(writer.failed.keys().collect::<Vec<_>>(), [name]);
@@ -284,7 +293,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn no_further_flux_node_is_written_while_the_api_server_is_busy() {
-        let (mut writer, asked) = server(SOON, Odd { name: "node7", code: Some(429) });
+        let (mut writer, asked) = writer_with(SOON, OddAnswer { name: "node7", code: Some(429) });
         write_100(&mut writer).await;
         assert_eq!(writer.failed.keys().collect::<Vec<_>>(), ["node7"]);
         let names = asked.lock().unwrap().names.clone();
@@ -292,8 +301,20 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_flux_node_whose_write_has_failed_comes_after_all_others_but_the_leads_stays_the_first() {
+        for (name, last) in [("node7", "node7"), ("node0", "node99")] {
+            let (mut writer, asked) = writer_with(SOON, OddAnswer { name, code: Some(422) });
+            write_100(&mut writer).await;
+            asked.lock().unwrap().names.clear();
+            write_100(&mut writer).await;
+            let names = asked.lock().unwrap().names.clone();
+            assert_eq!((names.len(), names[0].as_str(), names[99].as_str()), (100, "node0", last));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn writes_of_flux_nodes_end_with_their_time_and_those_under_way_are_awaited() {
-        let (mut writer, asked) = server(LONGEST_WRITES, Odd { name: "node7", code: Some(422) });
+        let (mut writer, asked) = writer_with(LONGEST_WRITES, OddAnswer { name: "node7", code: Some(422) });
         write_100(&mut writer).await;
         let asked = asked.lock().unwrap();
         // The lead's by itself, and then as many as are written at once.

@@ -32,10 +32,7 @@ const LONGEST_WRITES: Duration = Duration::from_secs(2);
 /// True if the API server is away or too busy, so that the next call would probably fail, too. A call that got no answer in time may have waited for a
 /// webhook of its object, so it says nothing about other objects.
 fn is_unavailable(error: &ApiError) -> bool {
-    match error {
-        ApiError::Timeout(_) => false,
-        _ => matches!(error.code(), None | Some(429 | 502..=504)),
-    }
+    !matches!(error, ApiError::Timeout(_)) && matches!(error.code(), None | Some(429 | 502..=504))
 }
 
 /// Candidate and planner by turns, for as long as the agent lives. `identity` is the pod's name.

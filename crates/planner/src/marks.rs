@@ -134,7 +134,7 @@ impl MarkWriter {
                 (uid, gone_is_fine(written).err())
             })
         });
-        let (mut failed, mut answered, mut unanswered, mut failures, mut last) = (Vec::new(), 0, 0, 0, None);
+        let (mut failures, mut answered, mut unanswered, mut errors, mut last) = (Failures::default(), 0, 0, 0, None);
         let mut written = pin!(stream::iter(patches).buffer_unordered(AT_ONCE));
         while let Some((uid, error)) = written.next().await {
             let Some(error) = error else {
@@ -144,7 +144,7 @@ impl MarkWriter {
             match &error {
                 ApiError::Timeout(_) => {
                     unanswered += 1;
-                    failed.push(uid);
+                    failures.nodes.push(uid);
                 }
                 _ if is_unavailable(&error) => is_away.store(true, Ordering::Relaxed),
                 _ => {
@@ -153,17 +153,18 @@ impl MarkWriter {
                         // The Node has changed meanwhile: the next round tries again.
                         continue;
                     }
-                    failed.push(uid);
+                    failures.nodes.push(uid);
                 }
             }
-            failures += 1;
+            errors += 1;
             last = Some(error);
         }
         if let Some(error) = last {
             let error = error_chain(&error);
-            warn!(error, kind = self.kind, nodes = failures, "can't write onto Nodes; the error is the last one's");
+            warn!(error, kind = self.kind, nodes = errors, "can't write onto Nodes; the error is the last one's");
         }
-        Failures { nodes: failed, are_about_all: answered == 0 && unanswered >= AT_ONCE }
+        failures.are_about_all = answered == 0 && unanswered >= AT_ONCE;
+        failures
     }
 }
 
