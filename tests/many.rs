@@ -177,7 +177,7 @@ fn counts_are_gathered(counted: &Counted) {
     let writes_of = |cost: &Cost| cost.planner.requests.get("replace fluxinstances/flux/status").copied();
     let writes: u64 = counted.start.iter().filter_map(writes_of).sum();
     assert!(writes > 0, "no write of the status was counted");
-    // Three times as many as of all members: while there are fewer, the pause is shorter.
+    // Three times what the pause among all members allows: at first there are fewer members, and the pause is shorter.
     let due = 3 * counted.start_took.as_millis() / u128::from(5 * counted.nodes);
     assert!(
         u128::from(writes) <= OTHER_WRITES + due,

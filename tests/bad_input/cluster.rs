@@ -41,7 +41,7 @@ use serde_json::{Value, json};
 
 use crate::needs::{NODES, Need, skips_without};
 
-/// For whatever takes seconds. A channel is asked for several files, for each up to five times.
+/// How long a test waits for what usually takes seconds. A channel is asked for several files, and for each up to five times.
 pub const PATIENCE: Duration = Duration::from_mins(2);
 
 /// Waits for what the API server acts by a moment after it was made, as a policy or a quota, and sends no event for.

@@ -1,4 +1,4 @@
-//! A file that is not what it was: of an installed package, or the list of what is to undo.
+//! Damaged files: one of an installed package, and state.json.
 
 use nix::{
     sys::signal::{Signal, kill},
@@ -40,10 +40,10 @@ fn a_damaged_state_json_leaves_broker_and_job_alone() {
     let state = cluster.root("node1").join("opt/flux-distribute/state.json");
     let whole = std::fs::read(&state).unwrap();
     std::fs::write(&state, "{").unwrap();
-    let status = || cluster.wait(cluster.api::<FluxNode>().get("node1")).unwrap().status;
-    let told =
-        cluster.until("the damage in the status", || status().filter(|status| status.phase == NodePhase::Failed));
-    assert!(told.message.is_some_and(|message| message.contains("state.json")));
+    let read_status = || cluster.wait(cluster.api::<FluxNode>().get("node1")).unwrap().status;
+    let is_failed = || read_status().filter(|status| status.phase == NodePhase::Failed);
+    let status = cluster.until("the damage in the status", is_failed);
+    assert!(status.message.is_some_and(|message| message.contains("state.json")));
     std::fs::write(&state, &whole).unwrap();
     cluster.all_online(1);
     assert_eq!(cluster.brokers(), before);
