@@ -9,7 +9,7 @@ NODES="10 100 1000": numbers of nodes; these are the default. Those that this ma
 SECONDS_IDLE=300: how long to count once all are online; each watch begins anew within 290 s.
 PLANNED=5000: nodes of the bench of the planner alone.
 SECONDS_AGENT=150: how long to count idle agents.
-TURNS=6: joins, starts and epochs of local nodes.
+TURNS=20: joins, starts and epochs of local nodes.
 ONLY="counts planner": these parts alone, of counts, planner, pure, account, agent, waits, sizes; the others' rows say so.
 BENCH_PROFILE=dev: build the benches without optimisation; agents of local nodes are the image's nevertheless. Counts hold then, and times are not judged.
 """
@@ -45,6 +45,10 @@ BENCHES = ["account", "counts", "planner", "pure"]
 # Functions of benches/pure.rs.
 JOIN = ["decide_join", "observe_members", "project_all", "instance_status"]
 FLAT = 1.3
+# Seconds of a join: the 100 ms that it may take, and the 20 ms in which the planner at least gathers changes.
+LONGEST_JOIN = 0.12
+AIM_OF_JOIN = f"≤ {LONGEST_JOIN * 1000:.0f} ms"
+LIMIT_OF_JOIN = "each round decides anew for all nodes"
 MEBI = 1 << 20
 # How the reason begins if a part began and failed.
 FAILED = "the bench failed"
@@ -208,21 +212,23 @@ def rows_of_counts(counted, asked, profile):
     return [
         flat(counted, asked, "start, packages there: requests of an agent", of_start("requests"), "{:.1f}", "a busy API server turns requests away, and each is made again after a pause"),
         flat(counted, asked, "the same without those that begin a watch", without_watches, "{:.1f}", "the same"),
-        not_judged("requests that the API server turned away (429, 503, 504) from the first agent's start to the end of the count, of all agents and planners", lambda one: one["turned_away"], "{:,}"),
+        not_judged("requests of all agents and planners that the API server turned away (429, 503, 504), from the first agent's start until 30 s after the failover", lambda one: one["turned_away"], "{:,}"),
         flat(counted, asked, "start, packages there: rounds of an agent", of_start("rounds"), "{:.1f}", "a longer start has more rounds that begin only because the agent has rested for 10 or 30 s"),
         not_judged("of them: began 10 s or more after the one before", of_start("resyncs"), "{:.1f}"),
+        flat(counted, asked, "start, packages there: watch events to an agent", of_start("events"), "{:.1f}", "a longer start has more changes of the FluxInstance's status"),
         flat(counted, asked, "start, packages there: bytes to an agent, but for the next two rows", other_bytes, "{:,.0f} B"),
         flat(counted, asked, "start, packages there: bytes of roster and broker.toml to an agent", of_ranks, "{:,.0f} B", "both name all ranks, and a broker reads both at its start; packed from 32 KiB on"),
         flat(counted, asked, "start, packages there: bytes of the FluxInstance to an agent", of_instance, "{:,.0f} B", "each change of its status is sent to all, and a longer start has more of them"),
         at_most_once(f"idle: requests of an agent in a minute, counted for {seconds} s", per_minute("plain", "requests")),
         flat(counted, asked, "idle: rounds of an agent in a minute", per_minute("plain", "rounds"), "{:.1f}"),
+        flat(counted, asked, "idle: bytes to an agent in a minute", per_minute("plain", "bytes"), "{:,.0f} B"),
         at_most_once("idle: requests of the lead's agent in a minute", per_minute("lead", "requests")),
         not_judged("all nodes online, from the agents' start; all share this machine", lambda one: one["online_secs"], "{:.1f} s"),
         row(
             f"planner among {last['nodes']:,}: a join, from the report of the host to the published roster: median of {len(last['join_secs'])}; all share this machine",
-            "≤ 200 ms",
+            AIM_OF_JOIN,
             f"{join * 1000:.0f} ms",
-            judged(unless_dev(profile, join <= 0.2)),
+            judged(unless_dev(profile, join <= LONGEST_JOIN), LIMIT_OF_JOIN),
         ),
         row(
             f"planner killed among {last['nodes']:,}: another agent has the Lease after; requests of an agent until 30 s after that, of the new planner",
@@ -241,7 +247,7 @@ def rows_of_planner(found, profile):
 
     def join(found):
         median, worst = statistics.median(found["join_secs"]), max(found["join_secs"])
-        return f"{median * 1000:.0f} ms, {worst * 1000:.0f} ms of {len(found['join_secs'])}", judged(unless_dev(profile, median <= 0.12))
+        return f"{median * 1000:.0f} ms, {worst * 1000:.0f} ms of {len(found['join_secs'])}", judged(unless_dev(profile, median <= LONGEST_JOIN), LIMIT_OF_JOIN)
 
     def memory(found):
         most = max(found["memory_mib"]["most"], found["failover"]["most_memory"]) * MEBI
@@ -257,27 +263,30 @@ def rows_of_planner(found, profile):
         share = idle["cpu_share"] + found["nodes"] / 10 * heartbeat
         return f"{idle['cpu_share'] * 100:.1f} %, {idle['requests_per_minute']:.0f}; {heartbeat * 1e6:.0f} µs, which makes {share * 100:.0f} %", "–"
 
+    def if_all_appear_soon(found, is_met):
+        """If they appear more slowly than within 10 s, less is asked of the planner, so an aim that is met then says nothing."""
+        return None if is_met and found["start"]["appeared_secs"] > 10 else is_met
+
     def appeared(found):
         start = found["start"]
         measured = f"{start['appeared_secs']:.1f} s, {start['roster_secs']:.1f} s, {start['online_secs']:.1f} s"
         is_met = start["roster_secs"] <= start["appeared_secs"] + 30
-        # If they appear more slowly than within 10 s, less is asked of the planner.
-        return measured, judged(unless_dev(profile, None if is_met and start["appeared_secs"] > 10 else is_met))
+        return measured, judged(unless_dev(profile, if_all_appear_soon(found, is_met)))
 
     def peak(found):
         most, mean = found["start"]["requests_in_busiest_second"], found["start"]["requests"] / found["start"]["online_secs"]
-        return f"{most:.0f}; {mean:.0f} ({most / mean:.1f} ×)", judged(most <= 3 * mean)
+        return f"{most:.0f}; {mean:.0f} ({most / mean:.1f} ×)", judged(if_all_appear_soon(found, most <= 3 * mean))
 
     return rows(
         found,
         [
-            (f"{what}: a join, from the report of the host to the published roster, with 20 ms to gather: median, worst", "≤ 120 ms", join),
+            (f"{what}: a join, from the report of the host to the published roster, with at least 20 ms to gather: median, worst", AIM_OF_JOIN, join),
             (f"{what}: its process's memory, most", "≤ 200 MB", memory),
             (f"{what}, killed: another one has the Lease, has planned; its requests", "≤ 20 s; ≤ 100", failover),
             (f"{what}: mean of a round, while nodes join", "no aim", lambda found: (f"{found['round_secs'] * 1000:.0f} ms", "–")),
             (f"{what}, idle: share of a core, requests in a minute; processor time of one heartbeat; share of a core if each Node has a heartbeat in 10 s", "no aim", idle),
             (f"{agents} begin, as fast as the API server takes them: all FluxNodes made, all in the roster, all online", "in the roster ≤ 30 s after the last, if all appear within 10 s", appeared),
-            ("the same: requests of the planner in the busiest second; mean of all seconds", "≤ 3 ×", peak),
+            ("the same: requests of the planner in the busiest second; mean of all seconds", "≤ 3 ×, if all appear within 10 s", peak),
             ("the same: rounds of the planner, its processor time", "no aim", lambda found: (f"{found['start']['rounds']:.0f}, {found['start']['cpu_secs']:.1f} s", "–")),
         ],
     )
@@ -289,17 +298,21 @@ def rows_of_agent(found, profile):
     def size(found):
         memory, share = found["rss_mib"], found["share_of_core"] * 100
         measured = f"{memory:.1f} MiB ({found['anonymous_mib']:.1f}), {found['threads']}, {share:.2f} %; {found['agents']} agents for {found['seconds']:.0f} s"
-        return measured, judged(unless_dev(profile, memory <= 15 and found["threads"] <= 6 and share <= 0.1), "most of the memory is the executable, as far as the kernel has mapped it")
+        limits = ["most of the memory is the executable, as far as the kernel has mapped it"] if memory > 15 else []
+        limits += ["too many threads"] if found["threads"] > 6 else []
+        limits += ["too much processor time: see the next row"] if share > 0.1 else []
+        return measured, judged(unless_dev(profile, not limits), "; ".join(limits))
 
     def of_round(found):
         each, of_stage = found["cpu_ms_in_30_secs"], found["stage_ms_in_30_secs"]
-        is_met = each <= 5 and found["written_bytes"] + found["requests"] == 0
-        return f"{each:.1f} ms ({of_stage:.1f}), {found['written_bytes']}, {found['requests']:.0f}", judged(unless_dev(profile, is_met), f"{of_stage:.0f} ms are the host stage, a process of its own" if each > 5 else "it wrote or asked something")
+        limits = [f"{of_stage:.0f} ms are the host stage, a process of its own, and {each - of_stage:.0f} ms the agent's own"] if each > 5 else []
+        limits += ["it wrote or asked something"] if found["written_bytes"] + found["requests"] else []
+        return f"{each:.1f} ms ({of_stage:.1f}), {found['written_bytes']}, {found['requests']:.0f}", judged(unless_dev(profile, not limits), "; ".join(limits))
 
     return rows(
         found,
         [
-            (f"{what}: RSS (of it anonymous), threads, share of a core", "≤ 15 MiB, ≤ 6, ≤ 0.1 %", size),
+            (f"{what}: RSS (of it anonymous), threads, share of a core", "≤ 15 MiB, ≤ 6, ≤ 0.1 % over 10 minutes", size),
             (f"{what}: processor time in 30 s, the longest rest between two rounds (of it the host stage); bytes written, requests in all that time", "≤ 5 ms, 0, 0", of_round),
         ],
     )
@@ -320,9 +333,9 @@ def rows_of_waits(found, profile):
     return rows(
         found,
         [
-            ("epoch change of 4 local nodes, packages there: all free again; beside it, `flux start --test-size=4`, its start and stop", "≤ 2 ×", beside("restart", "bare_whole")),
+            ("epoch change of 4 local nodes without jobs, packages there: all free again; beside it, `flux start --test-size=4`, its start and stop", "≤ 2 ×", beside("restart", "bare_whole")),
             ("4 local nodes, packages there, power on: all free; beside it, start of the same", "≤ 2 ×", beside("power", "bare_start")),
-            ("a node joins beside a job on three others, from `kubectl scale` to its job's alloc: median, worst", "≤ 2 s", join),
+            ("a node joins beside a job on three others, from `kubectl scale` to its job's alloc: median, worst", "≤ 2 s, worst of 20", join),
         ],
     )
 
@@ -367,7 +380,7 @@ def rows_of_sizes(found):
 def rows_by_hand():
     """What needs more than this machine alone."""
     return [
-        not_run("one apply on 3 kubelets: pods started to all free, packages there; and cold", "≤ 2 × bare brokers + 1 s", "it needs a cluster: scripts/cluster_waits.py, whose figures are below"),
+        not_run("one apply on 3 kubelets: pods started to all free, packages there; and cold", "≤ 2 × bare brokers + 1 s; cold: that + 1.3 × fetch and unpack", "it needs a cluster: scripts/cluster_waits.py, whose figures are below"),
         not_run("cold install beside py-rattler", "not slower", "it needs PyPI: scripts/bench-packages.sh, whose figures are below"),
     ]
 
@@ -413,8 +426,8 @@ def versions():
 
 
 def gauges():
-    """Seconds of two loops that never change. They tell the times of a slow machine, or of one that others use, from those of other code: hashing waits
-    for no memory, and each step of the walk does."""
+    """Seconds that two fixed loops take. If they take longer than in another run, this machine is slower or busy, so longer times say nothing about the
+    code. Hashing does not wait for memory; each step of the walk does."""
     begin, hasher = time.monotonic(), hashlib.sha256()
     for _ in range(1024):
         hasher.update(bytes(MEBI))
@@ -446,7 +459,7 @@ def table(result):
     if result["not_counted"]:
         found.append(not_run("what an agent costs", aim, result["not_counted"]))
     elif 5000 not in result["asked"]:
-        found.append(not_run("what an agent costs among 5,000", aim, "the default NODES leave it out: two cores can't carry 5,000 agents; see below"))
+        found.append(not_run("what an agent costs among 5,000", aim, "NODES leaves it out: two cores can't carry 5,000 agents; see below"))
     found += rows_of_planner(result["planner"], profile)
     found += rows_of_agent(result["agent"], profile)
     found += rows_of_waits(result["waits"], profile)
@@ -529,7 +542,7 @@ def measure():
     found += [counting(nodes) for nodes in fitting if nodes > 100]
     result["counted"] = sorted((one for each in found for one in each), key=lambda one: one["nodes"])
     result["planner"] = lacking("planner", "api") or first_object(run(built["planner"], PLANNED))
-    result["waits"] = lacking("waits", "flux", "root") or on_local_nodes(built, "bench_waits.py", os.environ.get("TURNS", "6"))
+    result["waits"] = lacking("waits", "flux", "root") or on_local_nodes(built, "bench_waits.py", os.environ.get("TURNS", "20"))
     result["pure"] = lacking("pure") or pure(built["pure"])
     result["account"] = lacking("account", "api", "flux") or first_object(run(built["account"], "1000", "4", seconds=600))
     result["sizes"] = lacking("sizes") or sizes(built["image"])
