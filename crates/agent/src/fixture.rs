@@ -114,7 +114,7 @@ pub fn inputs() -> NodeInputs {
         roster_is_gone: false,
         published: vec!["digest".into()],
         is_behind: false,
-        packages_unread: false,
+        packages_expected: false,
         held_archives: Vec::new(),
         host: HostView {
             state: Some(HostState { instance_uid: "instance".into(), ..Default::default() }),

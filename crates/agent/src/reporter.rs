@@ -38,9 +38,9 @@ pub struct Reporter {
 /// A status that the API server has refused, or did not keep whole.
 struct HeldBack {
     status: FluxNodeStatus,
-    /// Of the FluxNode that did not take it. A new one, or one that somebody has changed, may take it.
+    /// uid of the FluxNode that did not take it: a new one may.
     uid: Option<String>,
-    /// Of the same FluxNode.
+    /// Its resourceVersion: once somebody has changed the FluxNode, it may take the status.
     resource_version: Option<String>,
     pause: Duration,
     until: Instant,

@@ -63,7 +63,7 @@ impl Declared {
 
     /// Whatever a job can hold of `other` is declared here too.
     pub fn covers(&self, other: &Self) -> bool {
-        // In each of its rounds the planner asks this of each member, and making the sets would be a quarter of the round.
+        // The planner asks this for each member in each round. Making the sets took a quarter of a round.
         let has_same_cores = || (self.cores, &self.left_out) == (other.cores, &other.left_out);
         let leaves_none_out = || self.left_out.is_empty() && self.cores >= other.cores;
         let has_cores = || has_same_cores() || leaves_none_out() || other.core_ids().0.is_subset(&self.core_ids().0);

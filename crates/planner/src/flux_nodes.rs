@@ -71,7 +71,7 @@ impl FluxNodeWriter {
             let names: BTreeSet<_> = projected.iter().map(|(flux_node, _)| flux_node.name_any()).collect();
             // The planner does not write the others any more.
             self.failed.retain(|name, _| names.contains(name));
-            // If their writes hang, they must not take all the time from the others. The lead's stays the first.
+            // Those that have failed come last: if they hang again, they must not take the others' time. The lead's stays the first.
             if let Some((_, others)) = projected.split_first_mut() {
                 others.sort_by_key(|(flux_node, _)| self.failed.contains_key(&flux_node.name_any()));
             }
@@ -109,15 +109,17 @@ impl FluxNodeWriter {
     }
 
     /// Deletes FluxNodes that have been stale for as long as a rank would be kept (`spec.ranks.retain`). One that can't be deleted keeps nothing else
-    /// from being written, and is tried again after the same time; in the next round if it had changed, or if the API server was away.
+    /// from being written, and is tried again after the same time, but already in the next round if the FluxNode had changed or the API server was away.
     pub async fn delete_stale(&mut self, cached: &Views<ReadNode>, seen: &Observed<'_>, planned: Option<&Planned<'_>>) {
         let retain = Duration::from_secs(retain_secs(seen.spec).unsigned_abs());
         let stale = forsaken(seen, planned);
         let until = Instant::now() + LONGEST_WRITES;
         self.stale.retain(|name, _| stale.contains(name));
+        let mut is_away = false;
         for name in stale {
             let since = *self.stale.entry(name.clone()).or_insert_with(Instant::now);
             if since.elapsed() >= retain
+                && !is_away
                 && Instant::now() < until
                 && let Some(newest) = cached.named(&name)
                 && let Ok(node) = &*newest.view
@@ -126,10 +128,8 @@ impl FluxNodeWriter {
                 && let Err(error) = delete(&self.client, node, newest.version).await
             {
                 warn!(node = name, error = error_chain(&error), "can't delete the FluxNode of a Node that is gone");
-                if is_unavailable(&error) {
-                    break;
-                }
-                if error.code() != Some(409) {
+                is_away = is_unavailable(&error);
+                if !is_away && error.code() != Some(409) {
                     self.stale.insert(name, Instant::now());
                 }
             }
@@ -139,7 +139,8 @@ impl FluxNodeWriter {
 
 /// Writes the FluxNodes' specs that have changed, and yields each FluxNode's name and result, in any order. The first of `projected` is the lead's
 /// or the likeliest lead's, and is written before all others. A failed write keeps no other one back, unless the API server is away or too busy. Then,
-/// and once the others have had [`LONGEST_WRITES`], no further write begins. Those under way are awaited, so that none can overtake one of a later round.
+/// and once the others have had [`LONGEST_WRITES`], no further write begins. Those under way are awaited, so that none can overtake one of a later round. If
+/// the round is dropped, one may; the round after it then writes that FluxNode again.
 fn write_all<'a>(
     client: &'a Client,
     projected: Vec<(&'a FluxNode, FluxNodeSpec)>,

@@ -25,7 +25,7 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 /// In each round, each of these begins no further write after this time, and the next round goes on with the rest: annotations, FluxNodes (but for the
-/// lead's), deletions of FluxNodes, labels. Writes under way are awaited, each for up to 10 s. Thousands of writes take longer than this, and nodes that
+/// lead's), deletions of FluxNodes, labels. Writes under way are awaited, each for up to 10 s, unless the instance ends. Thousands of writes take longer than this, and nodes that
 /// join meanwhile would wait for the next roster.
 const LONGEST_WRITES: Duration = Duration::from_secs(2);
 
@@ -44,8 +44,8 @@ pub async fn run(client: Client, identity: String, place: watch::Receiver<Place>
         let has_limits = lease.has_limits();
         info!(identity, "this agent is the planner now");
         let _planning = metrics.planning();
-        // Whatever is under way when the Lease is lost is dropped; a write that is already out is fenced by its
-        // resourceVersion.
+        // Whatever is under way when the Lease is lost is dropped. A write that is already out is fenced by its resourceVersion; a FluxNode's spec is not,
+        // and the next planner writes it again.
         tokio::select! {
             () = lease.keep() => warn!("lost the Lease: another agent is the planner now"),
             () = reconcile::run(client.clone(), &identity, predecessor_time, &has_limits, &metrics) => {}

@@ -108,26 +108,23 @@ pub async fn run(
         if !complete {
             continue;
         }
-        let (begun, was_over) = (Instant::now(), caches.is_over());
-        // Nor may a round under way, whose writes may hang, hold up the one that takes our marks off the Nodes.
-        let done = changes.during(planner.once(&caches), || !was_over && caches.is_over()).await;
-        let Some(done) = done else {
-            planner.forget();
-            continue;
+        let was_over = caches.is_over();
+        let round = async {
+            let begun = Instant::now();
+            let done = planner.once(&caches).await;
+            metrics.planner_round(begun.elapsed());
+            if let Err(error) = &done {
+                planner.report(&caches, error).await;
+            }
+            done.is_ok()
         };
-        metrics.planner_round(begun.elapsed());
-        match done {
+        // A round under way may hang in a write. Once the FluxInstance or the Namespace is being deleted, it is dropped, and the next round takes our
+        // marks off the Nodes.
+        if changes.during(round, || !was_over && caches.is_over()).await == Some(true) {
             // A deadline that was moved is in the status, which is written last.
-            Ok(()) => has_limits.store(planner.clock_ahead_secs.is_none(), Ordering::Relaxed),
-            // Another planner, or an agent, was faster, or somebody has deleted the object: look again.
-            Err(error) if matches!(error.code(), Some(404 | 409)) => {
-                planner.forget();
-                debug!(%error, "the object has changed since it was read");
-            }
-            Err(error) => {
-                planner.forget();
-                planner.report(&caches, &error).await;
-            }
+            has_limits.store(planner.clock_ahead_secs.is_none(), Ordering::Relaxed);
+        } else {
+            planner.forget();
         }
     }
 }
@@ -336,10 +333,10 @@ impl Planner {
         if flux.status.as_ref() != Some(&next) {
             self.status_written = Some(Instant::now());
         }
-        let written = instance::write_status(&self.client, flux, &next).await;
-        // After it: an Event that hangs must not hold the status back.
-        self.announce(flux, &next, obstacle.as_ref()).await;
-        written
+        let client = self.client.clone();
+        // At once: an Event that hangs must not hold the status back, and once the status is written nobody would send the Event.
+        let writing = instance::write_status(&client, flux, &next);
+        tokio::join!(writing, self.announce(flux, &next, obstacle.as_ref())).0
     }
 
     /// Takes over the previous planner's time limits, once; see [`move_limits`]. Returns true if the roster was

@@ -31,9 +31,6 @@ pub const SOON: Duration = Duration::from_secs(1);
 /// from jobs.
 pub const CALM: Duration = Duration::from_secs(30);
 
-/// How long an agent is eager to read the package sets for the first time.
-const EAGER: Duration = Duration::from_mins(1);
-
 /// What one round does.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
@@ -74,9 +71,7 @@ pub fn decide(inputs: &NodeInputs, memory: &Memory) -> Decision {
 fn rest(inputs: &NodeInputs, step: &Step) -> Duration {
     let broker_comes_up = inputs.host.broker.is_some() && !inputs.is_online();
     match () {
-        () if broker_comes_up => SOON,
-        // What can't be read for so long needs a mend by somebody: thousands of agents must not ask for it each second meanwhile.
-        () if inputs.packages_unread && inputs.agent_age < EAGER => SOON,
+        () if broker_comes_up || inputs.packages_expected => SOON,
         () if is_calm(inputs, step) => CALM,
         () => RESYNC,
     }

@@ -823,14 +823,9 @@ fn an_agent_rests_for_thirty_seconds_only_if_it_will_hear_what_to_do() {
         ("a port is taken", NodeInputs { port_problems: vec!["8052".into()], ..world.inputs() }, super::RESYNC),
         ("the roster could not be read", NodeInputs { is_behind: true, ..world.inputs() }, super::RESYNC),
         (
-            "a new agent has not read the package sets",
-            NodeInputs { packages_unread: true, ..world.inputs() },
+            "the package sets can probably be read soon",
+            NodeInputs { packages_expected: true, is_behind: true, ..world.inputs() },
             super::SOON,
-        ),
-        (
-            "an agent can't read them for a minute",
-            NodeInputs { packages_unread: true, is_behind: true, agent_age: super::EAGER, ..world.inputs() },
-            super::RESYNC,
         ),
         (
             "damage stays reported for a day",

@@ -70,8 +70,8 @@ pub struct NodeInputs {
     /// Another round has to read something again: it could not be read, the certificate is gone, or this process was suspended and the API server
     /// has not confirmed since what it said before.
     pub is_behind: bool,
-    /// This agent could not read yet which package sets are published.
-    pub packages_unread: bool,
+    /// This agent could not read yet which package sets are published, and has tried for less than a minute.
+    pub packages_expected: bool,
     /// Digests of the published package sets whose archives are on this host.
     pub held_archives: Vec<String>,
     /// The host.

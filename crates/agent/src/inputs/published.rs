@@ -33,6 +33,9 @@ const NEWER_AGAIN: Duration = Duration::from_secs(20);
 /// Pause between reads of the package sets while one that this node needs is not published. Once the planner wants this node to fetch it,
 /// our FluxNode names it, and that ends the pause.
 const UNPUBLISHED_AGAIN: Duration = Duration::from_mins(1);
+/// How long an agent tries each second to read the package sets for the first time. After that, somebody has to mend something: until then, thousands of
+/// agents must not ask each second.
+const EAGER: Duration = Duration::from_mins(1);
 /// A follower's agent that could not restore the certificate tries again after this long, or up to half as long again.
 const RESTORE_AGAIN: Duration = Duration::from_mins(1);
 
@@ -55,6 +58,8 @@ pub struct PublishedState {
     packages_version: Option<String>,
     /// What they were read for, and when to read them again if they lack something.
     packages_read: Option<(PackagesWanted, Instant)>,
+    /// When this agent began to read what is published.
+    first_tried: Option<Instant>,
     /// When this agent next tries to restore the certificate; the lead's agent does not wait for it. None while the certificate is there, or while this
     /// node has no rank.
     restore_at: Option<Instant>,
@@ -73,6 +78,7 @@ impl PublishedState {
         watched: &WatchedObjects,
         view: &HostView,
     ) -> Result<(), StepError> {
+        self.first_tried.get_or_insert_with(Instant::now);
         if self.newer.as_ref().is_some_and(|(read, _)| read.elapsed() < NEWER_AGAIN) {
             return Ok(());
         }
@@ -192,9 +198,9 @@ impl PublishedState {
         &self.packages
     }
 
-    /// They could not be read yet.
-    pub fn sets_unread(&self) -> bool {
-        self.packages_read.is_none()
+    /// They could not be read yet, but probably can be soon.
+    pub fn expects_sets(&self, now: Instant) -> bool {
+        self.packages_read.is_none() && self.first_tried.is_none_or(|first| now < first + EAGER)
     }
 
     /// The package set `digest`.
@@ -387,6 +393,14 @@ mod tests {
             async move { Response::builder().body(Body::from(map.to_string().into_bytes())) }
         });
         Client::new(service, NAMESPACE)
+    }
+
+    #[test]
+    fn an_agent_expects_for_a_minute_to_read_the_package_sets_soon() {
+        let now = Instant::now();
+        let tried = PublishedState { first_tried: Some(now), ..PublishedState::default() };
+        assert!(PublishedState::default().expects_sets(now), "it has not tried");
+        assert!(tried.expects_sets(now) && !tried.expects_sets(now + EAGER));
     }
 
     #[tokio::test]

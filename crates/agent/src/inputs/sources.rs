@@ -153,7 +153,7 @@ impl Sources {
             newer_roster: self.published.newer_roster().map(str::to_owned),
             roster_is_gone: self.published.roster_is_gone,
             is_behind: !is_read || watched.lacks_certificate() || self.stall.woke_up().is_some(),
-            packages_unread: is_here && self.published.sets_unread(),
+            packages_expected: is_here && self.published.expects_sets(Instant::now()),
             published: self.published.sets().iter().map(|(digest, _)| digest.clone()).collect(),
             held_archives: Vec::new(),
             applied: Applied::of(&host),

@@ -41,7 +41,7 @@ impl<S: Stream<Item = ()> + Unpin> Changes<S> {
     }
 
     /// Runs a round and takes up changes during it. A round may write thousands of FluxNodes: if the stores did not see them until its end, the next
-    /// round would write them again. Drops the round and returns None if a change came after which it `is_outdated`.
+    /// round would write them again. If `is_outdated` is true after a change, drops the round and returns None.
     pub(super) async fn during<T>(
         &mut self,
         round: impl Future<Output = T>,

@@ -2,7 +2,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{Resource, ResourceExt};
-use tracing::warn;
+use tracing::{debug, warn};
 
 use super::{ApiError, Caches, Planner, instance};
 use api::{FluxInstance, FluxInstanceStatus, INSTANCE, InstancePhase};
@@ -14,6 +14,11 @@ impl Planner {
     /// Logs why planning failed. If a user has to fix it, also publishes an Event and writes it to the FluxInstance's
     /// status.
     pub(super) async fn report(&mut self, caches: &Caches, error: &ApiError) {
+        if matches!(error.code(), Some(404 | 409)) {
+            // Another planner, or an agent, was faster, or somebody has deleted the object: the next round looks again.
+            debug!(%error, "the object has changed since it was read");
+            return;
+        }
         let message = error_chain(error);
         warn!(error = message, "planning failed");
         if error.is_lasting() {
