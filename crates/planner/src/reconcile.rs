@@ -57,10 +57,10 @@ use model::{
 };
 
 /// Pause for each member between two writes of the FluxInstance's status that change only counts: the API server sends each write to every agent, so
-/// this makes 200 such messages a second.
-const COUNT_PAUSE: Duration = Duration::from_millis(5);
+/// this makes 100 such messages a second.
+const COUNT_PAUSE: Duration = Duration::from_millis(10);
 /// The longest such pause, of 1,000 members and more: people look at the counts.
-const LONGEST_COUNT_PAUSE: Duration = Duration::from_secs(5);
+const LONGEST_COUNT_PAUSE: Duration = Duration::from_secs(10);
 
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
 pub async fn run(
