@@ -104,7 +104,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_change_ends_a_round_that_hangs_if_it_is_outdated_then() {
         let taken = AtomicU32::new(0);
-        let changes = stream::iter(0..10).inspect(|_| drop(taken.fetch_add(1, Ordering::Relaxed))).map(drop);
+        let changes = stream::iter(0..10).map(|_| {
+            taken.fetch_add(1, Ordering::Relaxed);
+        });
         let mut changes = Changes::of(changes.chain(stream::pending()));
         let is_outdated = || taken.load(Ordering::Relaxed) == 3;
         assert_eq!(changes.during(std::future::pending::<()>(), is_outdated).await, None);
