@@ -25,8 +25,8 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 /// In each round, each of these begins no further write after this time, and the next round goes on with the rest: annotations, FluxNodes (but for the
-/// lead's), deletions of FluxNodes, labels. Writes under way are awaited, each for up to 10 s, unless the instance ends. Thousands of writes take longer than this, and nodes that
-/// join meanwhile would wait for the next roster.
+/// lead's), deletions of FluxNodes, labels. Writes under way are awaited, each for up to 10 s, unless the instance ends. Thousands of writes take longer
+/// than this, and nodes that join meanwhile would wait for the next roster.
 const LONGEST_WRITES: Duration = Duration::from_secs(2);
 
 /// True if the API server is away or too busy, so that the next call would probably fail, too. A call that got no answer in time may have waited for a

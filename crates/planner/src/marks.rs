@@ -147,12 +147,13 @@ impl MarkWriter {
                     failures.nodes.push(uid);
                 }
                 _ if is_unavailable(&error) => is_away.store(true, Ordering::Relaxed),
+                // The Node has changed meanwhile: the next round tries again.
+                _ if error.code() == Some(409) => {
+                    answered += 1;
+                    continue;
+                }
                 _ => {
                     answered += 1;
-                    if error.code() == Some(409) {
-                        // The Node has changed meanwhile: the next round tries again.
-                        continue;
-                    }
                     failures.nodes.push(uid);
                 }
             }
