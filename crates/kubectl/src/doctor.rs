@@ -1,6 +1,6 @@
 //! `kubectl flux doctor`: every check, with its remedy.
 
-use std::{process::ExitCode, time::Duration};
+use std::{collections::BTreeMap, process::ExitCode, time::Duration};
 
 use k8s_openapi::{
     api::{apps::v1::DaemonSet, coordination::v1::Lease},
@@ -162,7 +162,7 @@ fn agents(
         let found = format!("there is no DaemonSet {DAEMONSET}: nothing watches over the brokers");
         return vec![Check::problem(SUBJECT, found, Some("apply deploy/daemonset-installer.yaml".to_owned()))];
     };
-    let agents = by_node(agents);
+    let agents: BTreeMap<_, _> = by_node(agents).into_iter().collect();
     let down = agents.values().filter_map(|agent| Some((agent.down.as_deref()?, agent)));
     let mut checks = Vec::new();
     for (why, group) in alike(down, |(why, _)| *why) {

@@ -1,7 +1,7 @@
 //! Which nodes have no running agent. An agent whose pod was evicted can't correct its last report, so the status of
 //! the node's FluxNode may be out of date.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use k8s_openapi::api::core::v1::Pod;
 
@@ -52,8 +52,8 @@ fn down(pod: &Pod) -> Option<String> {
 
 /// The pod that counts on each node: the one that runs, if there is one. An evicted pod's object stays beside the pod that
 /// replaced it.
-pub fn by_node<'a>(pods: impl IntoIterator<Item = &'a AgentPod>) -> BTreeMap<&'a str, &'a AgentPod> {
-    let mut found = BTreeMap::<&str, &AgentPod>::new();
+pub fn by_node<'a>(pods: impl IntoIterator<Item = &'a AgentPod>) -> HashMap<&'a str, &'a AgentPod> {
+    let mut found = HashMap::<&str, &AgentPod>::new();
     for pod in pods {
         let known = found.entry(&pod.node).or_insert(pod);
         if pod.down.is_none() {
@@ -89,7 +89,8 @@ impl Agents {
             None => Some("there is no pod of DaemonSet install-flux on it".to_owned()),
             Some(pod) => pod.down.clone(),
         };
-        let down: BTreeMap<_, _> = nodes.filter_map(|node| Some((node.to_owned(), why(node)?))).collect();
+        let down: BTreeMap<_, _> =
+            nodes.filter_map(|node| Some((node, why(node)?))).map(|(node, why)| (node.to_owned(), why)).collect();
         self.0.retain(|node, _| down.contains_key(node));
         down.into_iter().filter(|(node, _)| now - *self.0.entry(node.clone()).or_insert(now) >= PATIENCE_SECS).collect()
     }

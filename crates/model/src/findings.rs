@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use super::{
-    members::NodeIndex,
     prefix,
     settings::{is_same_user, owner},
 };
@@ -147,8 +146,7 @@ fn fixed_owner(seen: &Observed) -> Option<NotApplied> {
 fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     let mut members = roster.ranks.keys().filter(|rank| roster.member(**rank).is_some()).peekable();
     members.peek()?;
-    let nodes = NodeIndex::of(&seen.nodes);
-    members.all(|rank| is_to_be_excluded(seen, roster, &nodes, *rank)).then(|| NotApplied {
+    members.all(|rank| is_to_be_excluded(seen, roster, *rank)).then(|| NotApplied {
         reason: "AllExcluded",
         message:
             "spec.resources.exclude names every member, so no job can run: leave out at least one node, or add one"
@@ -156,9 +154,9 @@ fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
     })
 }
 
-fn is_to_be_excluded(seen: &Observed, roster: &Roster, nodes: &NodeIndex, rank: Rank) -> bool {
+fn is_to_be_excluded(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return false };
-    let node = nodes.with_uid(&member.uid);
+    let node = seen.nodes.with_uid(&member.uid);
     let declares = node.and_then(|node| resources(seen, &roster.settings, node, rank, None));
     declares.map_or_else(|| is_named(seen.spec, rank, &member.node), |declares| declares.excluded)
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::members::{NodeIndex, Planned};
+use super::members::Planned;
 use crate::observed::{Observed, is_of_instance};
 
 /// Returns the names of those FluxNodes. While a broker runs without a member, its FluxNode is still needed: the report
@@ -10,7 +10,6 @@ use crate::observed::{Observed, is_of_instance};
 /// every report that has a copy of the roster or names a running broker: it rebuilds the roster from the former, and
 /// starts no epoch because of the latter.
 pub fn forsaken(seen: &Observed, planned: Option<&Planned>) -> BTreeSet<String> {
-    let nodes = NodeIndex::of(&seen.nodes);
     let members = planned.map(|planned| &planned.members);
     let is_member = |name: &str| members.is_some_and(|members| members.rank_on(name).is_some());
     let is_needed = |name: &str| {
@@ -22,7 +21,7 @@ pub fn forsaken(seen: &Observed, planned: Option<&Planned>) -> BTreeSet<String> 
             }
         })
     };
-    let is_forsaken = |name: &&str| nodes.named(name).is_none() && !is_member(name) && !is_needed(name);
+    let is_forsaken = |name: &&str| seen.nodes.named(name).is_none() && !is_member(name) && !is_needed(name);
     seen.reports.keys().copied().filter(is_forsaken).map(str::to_owned).collect()
 }
 

@@ -2,12 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::{
-    eligibility::NodeView,
-    marks::NodeChange,
-    members::{NodeIndex, Planned},
-    observed::Observed,
-};
+use crate::{eligibility::NodeView, marks::NodeChange, members::Planned, nodes::Nodes, observed::Observed};
 use api::{LABEL_LEAD, LABEL_ONLINE, LABEL_RANK};
 
 /// All labels that the planner writes.
@@ -19,20 +14,20 @@ pub fn changes(seen: &Observed, planned: Option<&Planned>) -> Vec<NodeChange> {
         return removals(&seen.nodes);
     }
     let Some(planned) = planned else { return Vec::new() };
-    let wanted = wanted(planned, &NodeIndex::of(&seen.nodes));
+    let wanted = wanted(planned, &seen.nodes);
     let none = BTreeMap::new();
     seen.nodes.iter().filter_map(|node| change(node, wanted.get(node.uid.as_str()).unwrap_or(&none))).collect()
 }
 
 /// Removes our labels from all Nodes: the instance is being deleted, or labels none.
-pub fn removals(nodes: &[&NodeView]) -> Vec<NodeChange> {
+pub fn removals(nodes: &Nodes) -> Vec<NodeChange> {
     nodes.iter().filter_map(|node| change(node, &BTreeMap::new())).collect()
 }
 
 type Labels = BTreeMap<&'static str, String>;
 
 /// The labels of each member's Node, by uid.
-fn wanted<'a>(planned: &Planned<'a>, nodes: &NodeIndex<'a>) -> BTreeMap<&'a str, Labels> {
+fn wanted<'a>(planned: &Planned<'a>, nodes: &Nodes<'a>) -> BTreeMap<&'a str, Labels> {
     let members = planned.roster.ranks.iter().filter_map(|(rank, entry)| Some((*rank, entry.member.as_ref()?)));
     let labelled = members.filter_map(|(rank, member)| {
         let node = nodes.with_uid(&member.uid)?;

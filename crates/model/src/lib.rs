@@ -23,6 +23,7 @@ pub mod marks;
 pub mod matching;
 pub mod members;
 pub mod names;
+pub mod nodes;
 pub mod observed;
 pub mod obstacle;
 pub mod peers;

@@ -1,9 +1,12 @@
 //! The state of every member, computed once from the roster, the agents' reports and the Nodes. The rules of the plan
 //! ask it; none derives a member's state itself.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
 
-use super::{eligibility::NodeView, topology::Topology};
+use super::{eligibility::NodeView, nodes::Nodes, topology::Topology};
 use crate::{
     observed::{Observed, is_of_boot},
     tree::topology,
@@ -35,45 +38,24 @@ pub enum MemberState {
     Lost,
 }
 
-/// The Nodes, by uid and by name.
-#[derive(Debug, Clone, Default)]
-pub struct NodeIndex<'a> {
-    by_uid: HashMap<&'a str, &'a NodeView>,
-    by_name: HashMap<&'a str, &'a NodeView>,
-}
-
-impl<'a> NodeIndex<'a> {
-    /// Indexes `nodes`.
-    pub fn of(nodes: &[&'a NodeView]) -> Self {
-        Self {
-            by_uid: nodes.iter().map(|node| (node.uid.as_str(), *node)).collect(),
-            by_name: nodes.iter().map(|node| (node.name.as_str(), *node)).collect(),
-        }
-    }
-
-    /// The Node with this uid.
-    pub fn with_uid(&self, uid: &str) -> Option<&'a NodeView> {
-        self.by_uid.get(uid).copied()
-    }
-
-    /// The Node with this name.
-    pub fn named(&self, name: &str) -> Option<&'a NodeView> {
-        self.by_name.get(name).copied()
-    }
-}
-
 /// The facts about one rank of the roster.
 #[derive(Debug, Clone)]
 struct Facts<'a> {
     state: MemberState,
     /// The report of the member's agent, if it names the broker of this rank in this epoch.
     report: Option<&'a FluxNodeStatus>,
-    /// The member's Node exists and is Ready.
-    is_ready: bool,
+    /// The member's Node; None if it doesn't exist.
+    node: Option<&'a NodeView>,
     /// The report is from the boot that the member's Node names, or the Node names none.
     is_of_this_boot: bool,
     /// What the lead reports of jobs there.
     load: Load,
+}
+
+impl Facts<'_> {
+    fn is_ready(&self) -> bool {
+        self.node.is_some_and(|node| node.ready)
+    }
 }
 
 /// What the lead reports of jobs on a rank.
@@ -100,7 +82,7 @@ impl Load {
 #[derive(Debug, Clone)]
 pub struct Members<'a> {
     /// The Nodes of the cluster, members or not.
-    pub nodes: NodeIndex<'a>,
+    pub nodes: Arc<Nodes<'a>>,
     instance_id: String,
     epoch: u64,
     max_size: u32,
@@ -134,17 +116,8 @@ impl<'a> Members<'a> {
     /// Computes the state of every member of `roster`. It stays valid while the roster's drains change, while members
     /// without a broker lose their ranks, and while nodes without a broker get ranks.
     pub fn observe(seen: &Observed<'a>, roster: &Roster) -> Self {
-        Self::on(NodeIndex::of(&seen.nodes), seen, roster)
-    }
-
-    /// As [`Members::observe`], of the same Nodes and of a roster that has changed since.
-    pub fn observe_again(self, seen: &Observed<'a>, roster: &Roster) -> Self {
-        Self::on(self.nodes, seen, roster)
-    }
-
-    fn on(nodes: NodeIndex<'a>, seen: &Observed<'a>, roster: &Roster) -> Self {
         let mut members = Self {
-            nodes,
+            nodes: seen.nodes.clone(),
             instance_id: roster.instance_id.clone(),
             epoch: roster.epoch,
             max_size: roster.settings.max_size,
@@ -172,12 +145,10 @@ impl<'a> Members<'a> {
 
     /// The facts about one rank, from the report of its own agent only.
     fn facts(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Facts<'a> {
-        let unknown =
-            |state| Facts { state, report: None, is_ready: false, is_of_this_boot: false, load: Load::default() };
+        let unknown = |state| Facts { state, report: None, node: None, is_of_this_boot: false, load: Load::default() };
         let Some(member) = &entry.member else { return unknown(MemberState::Vacant) };
         let node = self.nodes.with_uid(&member.uid);
-        let is_ready = node.is_some_and(|node| node.ready);
-        let without_broker = |state| Facts { is_ready, ..unknown(state) };
+        let without_broker = |state| Facts { node, ..unknown(state) };
         let Some(report) = seen.report(&member.node) else { return without_broker(MemberState::NotReported) };
         let Some(adopted) = &report.adopted else { return without_broker(MemberState::NotRunning) };
         if adopted.rank != rank || adopted.epoch != self.epoch || adopted.instance_id != self.instance_id {
@@ -254,7 +225,7 @@ impl<'a> Members<'a> {
     fn hears_nobody_the_lead(&self) -> bool {
         let Some(lead) = self.ranks.get(&0).filter(|facts| facts.state != MemberState::Vacant) else { return false };
         let others = || self.ranks.iter().filter(|(rank, _)| **rank != 0);
-        if !lead.is_ready {
+        if !lead.is_ready() {
             return others().any(|(_, facts)| facts.report.is_some_and(|report| report.lead_unreachable));
         }
         let hangs_on_lead = |rank: Rank| self.topology.is_none_or(|topology| topology.parent(rank) == Some(0));
@@ -279,7 +250,7 @@ impl<'a> Members<'a> {
     /// brokers that come up can join it.
     pub fn is_shown_online(&self, rank: Rank) -> bool {
         let hears = |(other, facts): (&Rank, &Facts)| {
-            facts.is_ready && facts.state == MemberState::Online && *other != 0 && !self.lost_by_lead.contains(other)
+            facts.is_ready() && facts.state == MemberState::Online && *other != 0 && !self.lost_by_lead.contains(other)
         };
         self.is_online(rank) && (rank != 0 || self.is_ready(0) || self.ranks.iter().any(hears))
     }
@@ -330,7 +301,12 @@ impl<'a> Members<'a> {
 
     /// True if the Node of the member of `rank` exists and is Ready.
     pub fn is_ready(&self, rank: Rank) -> bool {
-        self.ranks.get(&rank).is_some_and(|facts| facts.is_ready)
+        self.ranks.get(&rank).is_some_and(Facts::is_ready)
+    }
+
+    /// The Node of the member of `rank`; None if it doesn't exist, or there is no member.
+    pub fn node(&self, rank: Rank) -> Option<&'a NodeView> {
+        self.ranks.get(&rank)?.node
     }
 
     fn load(&self, rank: Rank) -> Load {

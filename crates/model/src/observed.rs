@@ -1,12 +1,14 @@
 //! What the planner has observed, and what follows from it for one node or for the roster as it is.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
     time::Duration,
 };
 
 use super::{
     eligibility::{NodeView, eligible},
+    nodes::Nodes,
     resources::declared,
     settings::owner,
 };
@@ -19,8 +21,8 @@ use api::{
 /// long hardware that has vanished from a host stays declared).
 pub(crate) const DEFAULT_RETAIN_SECS: i64 = 600;
 
-/// The agents' reports (FluxNode.status), by node name.
-pub type Reports<'a> = BTreeMap<&'a str, &'a FluxNodeStatus>;
+/// The agents' reports (FluxNode.status), by node name; in no order, so that no decision goes by one.
+pub type Reports<'a> = HashMap<&'a str, &'a FluxNodeStatus>;
 
 /// Everything the planner has observed.
 #[derive(Debug)]
@@ -34,7 +36,7 @@ pub struct Observed<'a> {
     /// Its status.
     pub status: &'a FluxInstanceStatus,
     /// All Nodes.
-    pub nodes: Vec<&'a NodeView>,
+    pub nodes: Arc<Nodes<'a>>,
     /// What their agents have reported.
     pub reports: Reports<'a>,
     /// The roster in ConfigMap flux-roster; None if the ConfigMap does not exist.
@@ -234,8 +236,13 @@ fn secs(retain: Option<&str>) -> i64 {
 
 /// Eligible nodes, oldest first; those of the same age by name.
 pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
-    let mut nodes: Vec<_> =
-        seen.nodes.iter().copied().filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
+    candidates_among(seen, |_| true)
+}
+
+/// As [`candidates`], of those for which `counts` is true.
+pub(crate) fn candidates_among<'a>(seen: &Observed<'a>, counts: impl Fn(&NodeView) -> bool) -> Vec<&'a NodeView> {
+    let counting = seen.nodes.iter().copied().filter(|node| counts(node));
+    let mut nodes: Vec<_> = counting.filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
     nodes.sort_by(|a, b| (a.created, &a.name).cmp(&(b.created, &b.name)));
     nodes
 }

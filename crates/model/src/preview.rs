@@ -4,6 +4,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    sync::Arc,
     time::Duration,
 };
 
@@ -215,7 +216,7 @@ pub fn preview(
         spec,
         generation: 1,
         status: &FluxInstanceStatus::default(),
-        nodes: nodes.iter().collect(),
+        nodes: Arc::new(nodes.iter().collect()),
         reports: nodes.iter().map(|node| node.name.as_str()).zip(&reports).collect(),
         roster: None,
         digest: Some(DIGEST),

@@ -6,7 +6,7 @@ use super::{
     conditions::SHUT_DOWN_MESSAGE,
     eligibility::{NodeView, eligible},
     gone,
-    members::{Members, NodeIndex, Planned},
+    members::{Members, Planned},
     peers::{self, Fetcher},
     prefix,
     roster::{is_former_idle, is_overdue, may_stop},
@@ -31,8 +31,7 @@ pub fn project_all<'a>(
     present: impl IntoIterator<Item = &'a FluxNode>,
     is_local: impl Fn(&str) -> bool,
 ) -> Vec<(&'a FluxNode, FluxNodeSpec)> {
-    let nodes = NodeIndex::of(&seen.nodes);
-    let named = |flux_node: &FluxNode| flux_node.metadata.name.as_deref().and_then(|name| nodes.named(name));
+    let named = |flux_node: &FluxNode| flux_node.metadata.name.as_deref().and_then(|name| seen.nodes.named(name));
     let roster = planned.map(|planned| planned.roster);
     let mut rows: Vec<_> = present
         .into_iter()

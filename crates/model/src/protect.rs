@@ -7,7 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     eligibility::{NodeView, PROTECTING},
-    members::{NodeIndex, Planned},
+    members::Planned,
+    nodes::Nodes,
 };
 use crate::{
     marks::NodeChange,
@@ -45,10 +46,9 @@ impl Protection {
         let uids: BTreeSet<_> =
             needed.iter().filter_map(|rank| Some(roster.ranks.get(rank)?.member.as_ref()?.uid.as_str())).collect();
         let is_marked = |node: &NodeView| node.annotations.contains_key(ANNOTATION_PROTECTS);
-        let nodes = NodeIndex::of(&seen.nodes);
-        self.needed.retain(|uid, _| nodes.with_uid(uid).is_some_and(is_marked));
+        self.needed.retain(|uid, _| seen.nodes.with_uid(uid).is_some_and(is_marked));
         let mut changes = Vec::new();
-        for node in &seen.nodes {
+        for node in seen.nodes.iter() {
             if uids.contains(node.uid.as_str()) {
                 self.needed.insert(node.uid.clone(), seen.now);
                 changes.extend(protect(node));
@@ -67,10 +67,11 @@ impl Protection {
 
     /// The changes once the instance is being deleted: removes all of the planner's annotations, except on hosts whose
     /// brokers keep running until their jobs end.
-    pub fn at_the_end(&self, nodes: &[&NodeView], reports: &Reports) -> Vec<NodeChange> {
+    pub fn at_the_end(&self, nodes: &Nodes, reports: &Reports) -> Vec<NodeChange> {
         let runs = |report: &FluxNodeStatus| report.adopted.is_some();
-        let lead = reports.values().find(|report| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0));
-        let are_jobs_left = lead.is_some_and(|lead| lead.ranks_of_host_jobs().is_none_or(|ranks| !ranks.is_empty()));
+        let is_lead = |report: &FluxNodeStatus| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0);
+        let has_jobs = |lead: &FluxNodeStatus| lead.ranks_of_host_jobs().is_none_or(|ranks| !ranks.is_empty());
+        let are_jobs_left = reports.values().any(|report| is_lead(report) && has_jobs(report));
         let is_waited_for = self.running_jobs != RunningJobs::Cancel && are_jobs_left;
         let free = nodes
             .iter()

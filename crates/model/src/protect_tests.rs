@@ -171,7 +171,7 @@ fn at_the_end_all_own_annotations_go_except_on_hosts_that_still_run_jobs() {
         apply(&mut world, changes);
         assert_eq!(protected(&world), kept, "{policy:?} {ranks}");
         // Now the hosts are clean.
-        let changes = protection.at_the_end(&world.seen().nodes, &BTreeMap::new());
+        let changes = protection.at_the_end(&world.seen().nodes, &Reports::new());
         apply(&mut world, changes);
         assert_eq!(protected(&world), [""; 0]);
     }

@@ -81,12 +81,12 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         next.failed_leads = turns::failed_leads(seen, roster);
     }
     keep::keep_members(seen, &members, &mut next);
-    // Ranks may have lost their members, or have them under other Nodes.
-    let members = members.observe_again(seen, &next);
+    // Otherwise ranks may have lost their members, or have them under other Nodes.
+    let members = if next.ranks == roster.ranks { members } else { Members::observe(seen, &next) };
     drain::drain(seen, &members, &mut next);
     join::relocate_stranded(seen, &members, &mut next);
     join::join(seen, &members, &mut next);
-    properties::assign(seen, &members.nodes, &mut next);
+    properties::assign(seen, &mut next);
     if next == *roster {
         return Decision::Keep;
     }

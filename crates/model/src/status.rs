@@ -261,7 +261,7 @@ pub fn stopped(before: &FluxInstanceStatus, reason: &'static str, message: &str,
 /// The newest queue dump among the nodes. Each agent reports the newest that its host has of this instance.
 fn newest_dump(seen: &Observed) -> Option<KeptDump> {
     let dumps = seen.reports.iter().filter_map(|(node, report)| Some((node, report.dump.as_ref()?)));
-    let (node, dump) = dumps.max_by_key(|(_, dump)| dump.time.0)?;
+    let (node, dump) = dumps.max_by_key(|(node, dump)| (dump.time.0, *node))?;
     Some(KeptDump { node: (*node).to_owned(), dump: dump.clone() })
 }
 

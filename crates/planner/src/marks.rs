@@ -17,7 +17,7 @@ use tracing::{debug, warn};
 use super::{LONGEST_WRITES, is_unavailable, views::Views};
 use base::error_chain;
 use cluster::{ApiError, call, gone_is_fine, patch_params};
-use model::{eligibility::NodeView, marks::NodeChange, members::NodeIndex};
+use model::{eligibility::NodeView, marks::NodeChange, nodes::Nodes};
 
 /// How many Nodes are written concurrently: the end of a large job frees many at once, and when an instance ends there
 /// is little time.
@@ -77,7 +77,7 @@ impl MarkWriter {
     }
 
     /// Writes `changes`, which were decided from the Nodes as `observed`. After [`LONGEST_WRITES`], no further write begins. Skips Nodes whose pauses last.
-    pub async fn write(&mut self, nodes: &Views<NodeView>, observed: &[&NodeView], mut changes: Vec<NodeChange>) {
+    pub async fn write(&mut self, nodes: &Views<NodeView>, observed: &Nodes<'_>, mut changes: Vec<NodeChange>) {
         let now = Instant::now();
         if self.all_rest_until.is_some_and(|until| now < until) {
             return;
@@ -94,7 +94,7 @@ impl MarkWriter {
     }
 
     /// Writes `changes` at the instance's end, whatever has failed before: the right to write may be gone within a second.
-    pub async fn write_at_the_end(&self, nodes: &Views<NodeView>, observed: &[&NodeView], changes: Vec<NodeChange>) {
+    pub async fn write_at_the_end(&self, nodes: &Views<NodeView>, observed: &Nodes<'_>, changes: Vec<NodeChange>) {
         self.write_all(nodes, observed, changes, Instant::now() + LONGEST_AT_THE_END, true).await;
     }
 
@@ -103,7 +103,7 @@ impl MarkWriter {
     async fn write_all(
         &self,
         nodes: &Views<NodeView>,
-        observed: &[&NodeView],
+        observed: &Nodes<'_>,
         changes: Vec<NodeChange>,
         until: Instant,
         insists: bool,
@@ -111,7 +111,7 @@ impl MarkWriter {
         if changes.is_empty() {
             return Failures::default();
         }
-        let (observed, api) = (NodeIndex::of(observed), Api::<Node>::all(self.client.clone()));
+        let api = Api::<Node>::all(self.client.clone());
         let is_away = AtomicBool::new(false);
         let goes_on = |_: &NodeChange| Instant::now() < until && (insists || !is_away.load(Ordering::Relaxed));
         let patches = changes.into_iter().take_while(goes_on).filter_map(|change| {
@@ -226,7 +226,7 @@ mod tests {
         let views = Views::of(now, |node| Some(NodeView::from(&node)));
         let client = Client::new(serve, "default");
         let mut marks = MarkWriter::new(client, "labels");
-        marks.write(&views, &observed.each_ref(), changes.into()).await;
+        marks.write(&views, &observed.iter().collect(), changes.into()).await;
         assert!(marks.pauses.is_empty());
         asked.lock().unwrap().sort();
         assert_eq!(*asked.lock().unwrap(), ["1", "2"], "the version is the newest, for heartbeats change it");
@@ -236,7 +236,8 @@ mod tests {
     async fn no_write_begins_late_or_while_the_api_server_is_away_except_at_the_end() {
         let nodes = numbered(100);
         let observed: Vec<_> = nodes.iter().map(NodeView::from).collect();
-        let (observed, changes): (Vec<_>, Vec<_>) = observed.iter().map(|node| (node, labelled(node))).unzip();
+        let changes: Vec<_> = observed.iter().map(labelled).collect();
+        let observed = observed.iter().collect();
         let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
         let asked = Arc::<Mutex<usize>>::default();
         let counted = asked.clone();
@@ -287,7 +288,7 @@ mod tests {
         let changes = observed.iter().skip(first).map(labelled).collect();
         let views = Views::of(nodes, |node| Some(NodeView::from(&node)));
         asked.lock().unwrap().clear();
-        marks.write(&views, &observed.iter().collect::<Vec<_>>(), changes).await;
+        marks.write(&views, &observed.iter().collect(), changes).await;
         let mut asked = asked.lock().unwrap().clone();
         asked.sort_unstable();
         asked
@@ -345,7 +346,7 @@ mod tests {
         let mut marks = MarkWriter::new(Client::new(serve, "default"), "labels");
         let mut asked_by = async |is_at_the_end: bool| {
             asked.lock().unwrap().clear();
-            let (observed, changes) = (observed.each_ref(), changes.to_vec());
+            let (observed, changes) = (observed.iter().collect(), changes.to_vec());
             if is_at_the_end {
                 marks.write_at_the_end(&views, &observed, changes).await;
             } else {

@@ -7,6 +7,7 @@ use std::{
     io::ErrorKind,
     path::{Path, PathBuf},
     process::ExitCode,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -307,7 +308,7 @@ impl Seen {
             spec: &self.spec,
             generation: 0,
             status: &self.status,
-            nodes: self.nodes.iter().collect(),
+            nodes: Arc::new(self.nodes.iter().collect()),
             reports: self.reports.iter().map(|(name, report)| (name.as_str(), report)).collect(),
             roster: Some(&self.roster),
             digest: None,

@@ -37,7 +37,7 @@ pub(super) fn drain(seen: &Observed, members: &Members, roster: &mut Roster) {
         let wanted = reason(seen, members, roster, rank, place >= limit).or_else(below);
         let stopped = has_left(seen, members, roster, rank);
         let Some(entry) = roster.ranks.get_mut(&rank) else { continue };
-        if entry.member.as_ref().is_some_and(|member| members.nodes.with_uid(&member.uid).is_none()) {
+        if members.node(rank).is_none() {
             // The Node is deleted. Keep its drain: its broker may still run and must not get jobs again.
             continue;
         }
@@ -66,8 +66,7 @@ fn reason(
     rank: Rank,
     is_too_many: bool,
 ) -> Option<(String, bool)> {
-    let member = roster.member(rank)?;
-    let node = members.nodes.with_uid(&member.uid)?;
+    let node = members.node(rank)?;
     // The lead's statedir holds the queue: it never leaves.
     if rank != 0 && is_too_many {
         return Some((format!("size is {}", seen.spec.size.unwrap_or_default()), true));

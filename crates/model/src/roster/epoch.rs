@@ -12,7 +12,7 @@ use std::{
 use super::properties;
 use crate::{
     broker_names::{is_broker_name, spare_name},
-    members::{Members, NodeIndex},
+    members::Members,
     observed::{
         Observed, candidates, facts, format, is_shut_down, lacks_since, limit, may_declare_less, member,
         participant_count, resources,
@@ -201,10 +201,10 @@ fn pending_by_format(seen: &Observed, roster: &Roster) -> Option<String> {
     (roster.format < format(seen)).then(|| difference.to_owned())
 }
 
-/// Why the packages can't be fetched, as the first node that failed reports: one node fetches from the source for all.
+/// Why the packages can't be fetched, as the first of the nodes that failed reports, by name: one node fetches from the source for all.
 fn unavailable_packages(seen: &Observed) -> Option<String> {
-    let mut lacking = seen.reports.iter().filter_map(|(node, report)| Some((node, report.lacks_packages.as_ref()?)));
-    lacking.next().map(|(node, why)| format!("{node} can't install the packages: {why}"))
+    let lacking = seen.reports.iter().filter_map(|(node, report)| Some((node, report.lacks_packages.as_ref()?)));
+    lacking.min_by_key(|(node, _)| *node).map(|(node, why)| format!("{node} can't install the packages: {why}"))
 }
 
 /// As [`pending`], from the reports of agents that run a broker of this epoch; other reports may be about an older
@@ -237,12 +237,11 @@ fn deadline_has_come(seen: &Observed) -> bool {
     matches!((deadline, waited), (Some(deadline), Some(waited)) if waited >= deadline)
 }
 
-/// What was observed, indexed for the entries of the next epoch.
+/// What the entries of the next epoch are made from.
 struct News<'a> {
     seen: &'a Observed<'a>,
     /// Those of the next epoch.
     settings: &'a EpochSettings,
-    nodes: NodeIndex<'a>,
     /// The ranks that someone other than flux-distribute has drained, from all reports: after a takeover only the
     /// former lead's has them.
     drained: BTreeSet<Rank>,
@@ -251,7 +250,7 @@ struct News<'a> {
 impl<'a> News<'a> {
     fn of(seen: &'a Observed<'a>, settings: &'a EpochSettings) -> Self {
         let drained = seen.reports.values().flat_map(|report| report.drained_by_others.0.iter().copied()).collect();
-        Self { seen, settings, nodes: NodeIndex::of(&seen.nodes), drained }
+        Self { seen, settings, drained }
     }
 }
 
@@ -266,7 +265,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
     // If a Node was created again under the same name, the old one never comes back. Its member loses the rank, because
     // each name may occur only once.
     let news = News::of(seen, &settings);
-    let namesake = |member: &Member| news.nodes.named(&member.node).filter(|node| node.uid != member.uid);
+    let namesake = |member: &Member| seen.nodes.named(&member.node).filter(|node| node.uid != member.uid);
     // Except for the lead: the host of that name has the queue, and the agent of a host without it refuses to start.
     let members = members.filter(|(rank, member, _)| *rank == 0 || namesake(member).is_none());
     for (rank, known, entry) in members.take(limit) {
@@ -308,7 +307,7 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
         ranks,
         ..roster.clone()
     };
-    properties::assign(seen, &NodeIndex::of(&seen.nodes), &mut next);
+    properties::assign(seen, &mut next);
     next.ranks.contains_key(&0).then_some(next)
 }
 
@@ -316,12 +315,12 @@ pub(super) fn next_epoch(seen: &Observed, roster: &Roster, settings: EpochSettin
 /// node's name, unless the rank is drained under a spare's name: Flux records drains by broker name, and under a new
 /// name the rank would get jobs until it is drained again.
 fn named(news: &News, roster: &Roster, rank: Rank, member: Member, before: Option<&RosterEntry>) -> RosterEntry {
-    let News { seen, settings, nodes, drained } = news;
+    let News { seen, settings, drained } = news;
     let is_spare = before.is_some_and(|entry| entry.broker_name == spare_name(rank));
     let is_drained = before.is_some_and(|entry| entry.drain.is_some()) || drained.contains(&rank);
     let real = is_broker_name(&member.node) && !(is_spare && is_drained);
     let known = before.and_then(|entry| entry.resources.as_ref());
-    let node = nodes.with_uid(&member.uid);
+    let node = seen.nodes.with_uid(&member.uid);
     // No broker runs between epochs, so resources may shrink here. But pending jobs may need hardware that will be back
     // soon.
     let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));

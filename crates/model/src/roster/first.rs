@@ -7,7 +7,7 @@ use crate::{
     broker_names::{is_broker_name, spare_name},
     eligibility::{NodeView, eligible},
     lead::{LEAD_PATIENCE, was_named},
-    members::{Members, NodeIndex},
+    members::Members,
     observed::{
         Observed, candidates, entry, format, has_failed, has_passed, holds_another, is_of_instance, limit,
         participant_count,
@@ -40,7 +40,7 @@ pub(super) fn without_roster(seen: &Observed) -> Decision {
     let own = own.filter(|(_, copy)| copy.epoch >= last_epoch);
     // Any agent can forge the copy in its own FluxNode, so the copy of the last known lead wins.
     let is_leads = |node: &str| seen.status.lead.as_deref() == Some(node);
-    if let Some((_, mut copy)) = own.max_by_key(|(node, copy)| (is_leads(node), copy.epoch, copy.revision)) {
+    if let Some((_, mut copy)) = own.max_by_key(|(node, copy)| (is_leads(node), copy.epoch, copy.revision, *node)) {
         copy.revision += LOST_REVISIONS;
         // The copy may be older than the moment when the lead came online, and an established roster is never
         // discarded.
@@ -82,7 +82,9 @@ fn believed(epoch: u64) -> u64 {
 /// The broker of the latest epoch among those of this instance that agents report as running, and its node.
 fn newest_broker<'a>(seen: &Observed<'a>) -> Option<(&'a str, &'a Adopted)> {
     let adopted = seen.reports.iter().filter_map(|(node, status)| Some((*node, status.adopted.as_ref()?)));
-    adopted.filter(|(_, broker)| is_of_instance(seen, broker)).max_by_key(|(_, broker)| believed(broker.epoch))
+    adopted
+        .filter(|(_, broker)| is_of_instance(seen, broker))
+        .max_by_key(|(node, broker)| (believed(broker.epoch), *node))
 }
 
 /// Says that no copy of the roster is as new as the broker of `epoch` on `node` and the epoch in the status. Either may be forged.
@@ -155,7 +157,7 @@ fn first_roster(
         let entry = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, 1);
         roster.ranks.insert(rank, entry);
     }
-    properties::assign(seen, &NodeIndex::of(&seen.nodes), &mut roster);
+    properties::assign(seen, &mut roster);
     Decision::Write(Box::new(roster))
 }
 
@@ -166,7 +168,7 @@ fn no_candidates(seen: &Observed) -> String {
         .filter_map(|node| eligible(node, &seen.spec.nodes).err().map(|reason| format!("{}: {reason}", node.name)))
         .take(3)
         .collect();
-    match seen.nodes.len() {
+    match seen.nodes.iter().len() {
         0 => "no eligible node: the cluster has no nodes".to_owned(),
         count if count > reasons.len() => format!("no eligible node among {count}: {}, …", reasons.join("; ")),
         _ => format!("no eligible node: {}", reasons.join("; ")),

@@ -9,7 +9,7 @@ use super::drain::leaving;
 use crate::{
     broker_names::broker_name,
     members::{MemberState, Members},
-    observed::{Observed, candidates, drained_by_others, entry, facts, has_failed, limit},
+    observed::{Observed, candidates_among, drained_by_others, entry, facts, has_failed, limit},
     prefix,
     tree::{is_deep, parent, topology},
 };
@@ -59,8 +59,10 @@ fn is_hopeless(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) 
 /// Gives a rank to each eligible node that has passed preflight and has none, while there is room.
 pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     let limit = limit(seen.spec, roster.settings.max_size);
-    let mut with_rank: HashSet<String> = roster.members().map(|member| member.uid.clone()).collect();
-    let mut nodes = candidates(seen);
+    let with_rank: HashSet<&str> = roster.members().map(|member| member.uid.as_str()).collect();
+    let mut count = with_rank.len();
+    // Asked first, because it takes the least time, and is true of nearly all.
+    let mut nodes = candidates_among(seen, |node| !with_rank.contains(node.uid.as_str()));
     let empty = roster.ranks.iter().filter(|(_, entry)| entry.member.is_none());
     let reserved: HashMap<String, Rank> =
         empty.filter_map(|(rank, entry)| Some((entry.reserved_for.clone()?, *rank))).collect();
@@ -70,12 +72,8 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     // it is online.
     let mut free = None;
     for node in nodes {
-        if with_rank.len() >= limit {
+        if count >= limit {
             return;
-        }
-        // First, because it takes the least time, and is true of nearly all.
-        if with_rank.contains(&node.uid) {
-            continue;
         }
         // If the node already runs a broker of this instance, for whatever rank, a second one must not start there.
         let runs = seen.report(&node.name).and_then(|report| report.adopted.as_ref());
@@ -94,7 +92,7 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
         let joined = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, NOT_NUMBERED);
         roster.ranks.insert(rank, joined);
-        with_rank.insert(node.uid.clone());
+        count += 1;
     }
 }
 

@@ -30,13 +30,17 @@ pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Rost
         // with an empty one.
         let is_lead_again = |node: &NodeView| *rank == 0 && is_lead_fixed && node.uid != member.uid;
         let is_member_again = |node: &NodeView| members.runs(*rank) && is_registered_again(seen, node, member);
-        let namesake = members.nodes.named(&member.node);
-        if let Some(node) = namesake.filter(|node| is_lead_again(node) || is_member_again(node)) {
+        let known = members.node(*rank);
+        // Looking each Node up by name takes a large part of a round.
+        let is_namesake = known.is_some_and(|node| node.name == member.node);
+        let namesake = if is_namesake { known } else { members.nodes.named(&member.node) };
+        let again_as = namesake.filter(|node| is_lead_again(node) || is_member_again(node));
+        if let Some(node) = again_as {
             entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());
             member.uid.clone_from(&node.uid);
             again.push((*rank, node.uid.as_str()));
         }
-        let Some(node) = members.nodes.with_uid(&member.uid) else {
+        let Some(node) = again_as.or(known) else {
             let since = *member.gone_since.get_or_insert(seen.now);
             // The lead's statedir holds the queue: no other node can take its rank.
             if *rank != 0 && seen.now - since >= retain {

@@ -13,6 +13,7 @@ use api::{
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
     time::Duration,
 };
 
@@ -115,7 +116,7 @@ impl World {
             spec: &self.spec,
             generation: self.generation,
             status: &self.status,
-            nodes: self.nodes.iter().collect(),
+            nodes: Arc::new(self.nodes.iter().collect()),
             reports: self.reports.iter().map(|(name, report)| (name.as_str(), report)).collect(),
             roster: self.roster.as_ref(),
             digest: Some(self.digest),

@@ -128,7 +128,7 @@ fn has_something_changed(seen: &Observed, roster: &Roster) -> bool {
 
 /// A digest of everything about the node that a broker's start may depend on. None if its Node is gone.
 fn fingerprint(seen: &Observed, uid: &str) -> Option<String> {
-    let node = seen.nodes.iter().find(|node| node.uid == uid)?;
+    let node = seen.nodes.with_uid(uid)?;
     let facts = seen.report(&node.name).map(|report| (&report.facts, &report.agent_version));
     // The default is never used: serializing numbers and strings can't fail.
     Some(hex::encode(Sha256::digest(serde_json::to_vec(&facts).unwrap_or_default())))

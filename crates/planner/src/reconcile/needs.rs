@@ -16,7 +16,7 @@ use cluster::{certificate, published};
 use locks::lock_urls;
 use model::{
     conditions::CERTIFICATE_IS_GONE,
-    eligibility::NodeView,
+    nodes::Nodes,
     observed::{Observed, Reports, is_certificate_in_use, is_certificate_of_another},
     obstacle::Obstacle,
     peers::is_on_every_host,
@@ -64,7 +64,7 @@ impl Sources {
 
 /// The platforms of these nodes for which there are packages. A node is left out if its platform has no packages, or does not fit the
 /// architecture that its kubelet reports: it gets no packages, but the others get theirs.
-fn platforms(nodes: &[&NodeView], reports: &Reports) -> Vec<String> {
+fn platforms(nodes: &Nodes, reports: &Reports) -> Vec<String> {
     let reported = nodes.iter().filter_map(|node| {
         let platform = reports.get(node.name.as_str())?.facts.as_ref()?.platform.as_str();
         let fits_architecture = match node.architecture.as_str() {
@@ -155,6 +155,7 @@ fn unresolved(error: &ResolveError) -> Obstacle {
 mod tests {
     use api::FluxNodeStatus;
     use k8s_openapi::api::core::v1::Node;
+    use model::eligibility::NodeView;
     use serde_json::json;
 
     use super::*;
@@ -178,7 +179,7 @@ mod tests {
             let views: Vec<_> = nodes.iter().enumerate().map(view).collect();
             let reports: Vec<_> = nodes.iter().enumerate().map(report).collect();
             let reports = reports.iter().map(|(name, report)| (name.as_str(), report)).collect();
-            platforms(&views.iter().collect::<Vec<_>>(), &reports)
+            platforms(&views.iter().collect(), &reports)
         };
         assert_eq!(
             found(&[("arm64", "linux-aarch64"), ("s390x", "bogus"), ("amd64", "linux-64"), ("amd64", "")]),
