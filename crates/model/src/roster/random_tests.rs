@@ -245,7 +245,10 @@ impl Cluster {
     /// Runs one round of the planner and checks its decision.
     fn plan(&mut self) {
         self.world.nodes = self.machines.iter().filter(|m| m.is_registered).map(|m| m.node.clone()).collect();
-        let next = match decide(&self.world.seen()) {
+        let decision = decide(&self.world.seen());
+        self.world.nodes.reverse();
+        assert_eq!(decide(&self.world.seen()), decision, "in another order of Nodes and reports");
+        let next = match decision {
             Decision::Keep | Decision::Wait(_) => return,
             Decision::Write(next) => *next,
         };
