@@ -5,7 +5,7 @@
 //! Before the measurements it prints a line of JSON with the sizes of what they make.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
-use std::{collections::BTreeMap, hint::black_box, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, hint::black_box, time::Duration};
 
 use api::{
     Adopted, Facts, FluxInstanceSpec, FluxInstanceStatus, FluxNode, FluxNodeSpec, FluxNodeStatus, NodePhase, Resources,
@@ -84,7 +84,7 @@ impl World {
             spec: &self.spec,
             generation: 1,
             status: &self.status,
-            nodes: Arc::new(self.nodes.iter().collect()),
+            nodes: self.nodes.iter().collect(),
             reports: self.reports.iter().map(|(name, report)| (name.as_str(), report)).collect(),
             roster: Some(&self.roster),
             digest: Some(&self.roster.settings.digest),

@@ -50,13 +50,13 @@ fn down(pod: &Pod) -> Option<String> {
     })
 }
 
-/// The pod that counts on each node: the one that runs, if there is one. An evicted pod's object stays beside the pod that
+/// The pod that counts on each node: the one that runs, if there is one; the first by name of several. An evicted pod's object stays beside the pod that
 /// replaced it.
 pub fn by_node<'a>(pods: impl IntoIterator<Item = &'a AgentPod>) -> HashMap<&'a str, &'a AgentPod> {
     let mut found = HashMap::<&str, &AgentPod>::new();
     for pod in pods {
         let known = found.entry(&pod.node).or_insert(pod);
-        if pod.down.is_none() {
+        if (pod.down.is_some(), &pod.name) < (known.down.is_some(), &known.name) {
             *known = pod;
         }
     }
@@ -89,8 +89,7 @@ impl Agents {
             None => Some("there is no pod of DaemonSet install-flux on it".to_owned()),
             Some(pod) => pod.down.clone(),
         };
-        let down: BTreeMap<_, _> =
-            nodes.filter_map(|node| Some((node, why(node)?))).map(|(node, why)| (node.to_owned(), why)).collect();
+        let down: BTreeMap<_, _> = nodes.filter_map(|node| why(node).map(|why| (node.to_owned(), why))).collect();
         self.0.retain(|node, _| down.contains_key(node));
         down.into_iter().filter(|(node, _)| now - *self.0.entry(node.clone()).or_insert(now) >= PATIENCE_SECS).collect()
     }

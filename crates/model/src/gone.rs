@@ -1,14 +1,14 @@
 //! Members whose Node is gone while their rank is kept. Their agents can't correct their last report, which most likely
 //! says that the broker is online, so the planner writes what it knows into the spec of their FluxNode.
 
-use super::members::Members;
+use super::{members::Planned, observed::Observed};
 use api::{FluxNodeSpec, Rank, Roster};
 
 /// How each message about a member or a former one begins whose Node is gone.
 pub const NODE_IS_GONE: &str = "its Node is gone";
 
 /// The message about the member of `rank`; None if its Node exists or the rank has no member.
-pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String> {
+pub fn message(seen: &Observed, roster: &Roster, rank: Rank) -> Option<String> {
     let member = roster.member(rank)?;
     member.gone_since?;
     Some(if rank == 0 && roster.established {
@@ -17,7 +17,7 @@ pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String>
          NODE --from DUMP` in the pod of the node that is to lead; or give up the queue there with `flux-distribute reset --lead \
          NODE`"
             .to_owned()
-    } else if members.nodes.named(&member.node).is_some() {
+    } else if seen.nodes.named(&member.node).is_some() {
         format!("{NODE_IS_GONE}; a new Node has its name now")
     } else {
         format!("{NODE_IS_GONE}; its rank is kept for it as long as spec.ranks.retain says")
@@ -26,9 +26,10 @@ pub fn message(members: &Members, roster: &Roster, rank: Rank) -> Option<String>
 
 /// The spec of a FluxNode whose member's Node is gone: the spec `before`, with `reason` and `missed` updated. None if
 /// the FluxNode belongs to no such member.
-pub fn spec(members: &Members, roster: &Roster, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
+pub fn spec(seen: &Observed, planned: &Planned, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
+    let Planned { roster, members } = planned;
     let rank = members.rank_on(&before.node_name)?;
-    let reason = message(members, roster, rank)?;
+    let reason = message(seen, roster, rank)?;
     Some(FluxNodeSpec { lost_by_lead: !members.is_shown_online(rank), reason: Some(reason), ..before.clone() })
 }
 

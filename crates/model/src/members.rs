@@ -1,12 +1,9 @@
 //! The state of every member, computed once from the roster, the agents' reports and the Nodes. The rules of the plan
 //! ask it; none derives a member's state itself.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    sync::Arc,
-};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::{eligibility::NodeView, nodes::Nodes, topology::Topology};
+use super::{eligibility::NodeView, topology::Topology};
 use crate::{
     observed::{Observed, is_of_boot},
     tree::topology,
@@ -81,8 +78,6 @@ impl Load {
 /// The members of one roster, as observed at one moment.
 #[derive(Debug, Clone)]
 pub struct Members<'a> {
-    /// The Nodes of the cluster, members or not.
-    pub nodes: Arc<Nodes<'a>>,
     instance_id: String,
     epoch: u64,
     max_size: u32,
@@ -117,7 +112,6 @@ impl<'a> Members<'a> {
     /// without a broker lose their ranks, and while nodes without a broker get ranks.
     pub fn observe(seen: &Observed<'a>, roster: &Roster) -> Self {
         let mut members = Self {
-            nodes: seen.nodes.clone(),
             instance_id: roster.instance_id.clone(),
             epoch: roster.epoch,
             max_size: roster.settings.max_size,
@@ -147,7 +141,7 @@ impl<'a> Members<'a> {
     fn facts(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Facts<'a> {
         let unknown = |state| Facts { state, report: None, node: None, is_of_this_boot: false, load: Load::default() };
         let Some(member) = &entry.member else { return unknown(MemberState::Vacant) };
-        let node = self.nodes.with_uid(&member.uid);
+        let node = seen.nodes.with_uid(&member.uid);
         let without_broker = |state| Facts { node, ..unknown(state) };
         let Some(report) = seen.report(&member.node) else { return without_broker(MemberState::NotReported) };
         let Some(adopted) = &report.adopted else { return without_broker(MemberState::NotRunning) };

@@ -4,7 +4,7 @@ use std::{collections::HashMap, slice::Iter};
 
 use super::eligibility::NodeView;
 
-/// All Nodes, also by uid and by name. Made once a round: most of what the planner decides finds Nodes by them.
+/// All Nodes, with an index by uid and one by name. Made once a round, because nearly every decision looks Nodes up.
 #[derive(Debug, Default)]
 pub struct Nodes<'a> {
     all: Vec<&'a NodeView>,
@@ -21,6 +21,16 @@ impl<'a> Nodes<'a> {
     /// The Node with this name.
     pub fn named(&self, name: &str) -> Option<&'a NodeView> {
         self.by_name.get(name).copied()
+    }
+
+    /// Their number.
+    pub fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    /// True if there is none.
+    pub fn is_empty(&self) -> bool {
+        self.all.is_empty()
     }
 
     /// All of them, in the order in which they were given.

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    sync::Arc,
     time::Duration,
 };
 
@@ -21,7 +20,7 @@ use api::{
 /// long hardware that has vanished from a host stays declared).
 pub(crate) const DEFAULT_RETAIN_SECS: i64 = 600;
 
-/// The agents' reports (FluxNode.status), by node name; in no order, so that no decision goes by one.
+/// The agents' reports (FluxNode.status), by node name. They have no order, so no decision may depend on one.
 pub type Reports<'a> = HashMap<&'a str, &'a FluxNodeStatus>;
 
 /// Everything the planner has observed.
@@ -36,7 +35,7 @@ pub struct Observed<'a> {
     /// Its status.
     pub status: &'a FluxInstanceStatus,
     /// All Nodes.
-    pub nodes: Arc<Nodes<'a>>,
+    pub nodes: Nodes<'a>,
     /// What their agents have reported.
     pub reports: Reports<'a>,
     /// The roster in ConfigMap flux-roster; None if the ConfigMap does not exist.
@@ -239,10 +238,10 @@ pub fn candidates<'a>(seen: &Observed<'a>) -> Vec<&'a NodeView> {
     candidates_among(seen, |_| true)
 }
 
-/// As [`candidates`], of those for which `counts` is true.
-pub(crate) fn candidates_among<'a>(seen: &Observed<'a>, counts: impl Fn(&NodeView) -> bool) -> Vec<&'a NodeView> {
-    let counting = seen.nodes.iter().copied().filter(|node| counts(node));
-    let mut nodes: Vec<_> = counting.filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
+/// Those of [`candidates`] for which `is_wanted` is true. It is asked before eligibility, which takes longer.
+pub(crate) fn candidates_among<'a>(seen: &Observed<'a>, is_wanted: impl Fn(&NodeView) -> bool) -> Vec<&'a NodeView> {
+    let wanted = seen.nodes.iter().copied().filter(|node| is_wanted(node));
+    let mut nodes: Vec<_> = wanted.filter(|node| eligible(node, &seen.spec.nodes).is_ok()).collect();
     nodes.sort_by(|a, b| (a.created, &a.name).cmp(&(b.created, &b.name)));
     nodes
 }

@@ -4,7 +4,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
-    sync::Arc,
     time::Duration,
 };
 
@@ -216,7 +215,7 @@ pub fn preview(
         spec,
         generation: 1,
         status: &FluxInstanceStatus::default(),
-        nodes: Arc::new(nodes.iter().collect()),
+        nodes: nodes.iter().collect(),
         reports: nodes.iter().map(|node| node.name.as_str()).zip(&reports).collect(),
         roster: None,
         digest: Some(DIGEST),

@@ -183,10 +183,11 @@ fn first_lead_failure(roster: &Roster) -> Option<String> {
 /// its broker still runs after that, the spec stops it once the lead has drained the rank and no job runs there. None
 /// if the spec doesn't change.
 fn project_gone(seen: &Observed, planned: Option<&Planned>, present: &FluxNode) -> Option<FluxNodeSpec> {
-    let (Planned { roster, members }, report) = (planned?, present.status.as_ref()?);
-    if let Some(spec) = gone::spec(members, roster, &present.spec) {
+    let (planned, report) = (planned?, present.status.as_ref()?);
+    if let Some(spec) = gone::spec(seen, planned, &present.spec) {
         return Some(spec);
     }
+    let Planned { roster, members } = planned;
     let rank = members.orphan_broker_rank(report)?;
     Some(FluxNodeSpec {
         node_name: present.metadata.name.clone()?,

@@ -48,7 +48,7 @@ impl Protection {
         let is_marked = |node: &NodeView| node.annotations.contains_key(ANNOTATION_PROTECTS);
         self.needed.retain(|uid, _| seen.nodes.with_uid(uid).is_some_and(is_marked));
         let mut changes = Vec::new();
-        for node in seen.nodes.iter() {
+        for node in &seen.nodes {
             if uids.contains(node.uid.as_str()) {
                 self.needed.insert(node.uid.clone(), seen.now);
                 changes.extend(protect(node));
@@ -66,12 +66,12 @@ impl Protection {
     }
 
     /// The changes once the instance is being deleted: removes all of the planner's annotations, except on hosts whose
-    /// brokers keep running until their jobs end.
+    /// brokers keep running until their jobs end. If two hosts report rank 0, either may be the lead, so the jobs of both count.
     pub fn at_the_end(&self, nodes: &Nodes, reports: &Reports) -> Vec<NodeChange> {
         let runs = |report: &FluxNodeStatus| report.adopted.is_some();
         let is_lead = |report: &FluxNodeStatus| report.adopted.as_ref().is_some_and(|broker| broker.rank == 0);
-        let has_jobs = |lead: &FluxNodeStatus| lead.ranks_of_host_jobs().is_none_or(|ranks| !ranks.is_empty());
-        let are_jobs_left = reports.values().any(|report| is_lead(report) && has_jobs(report));
+        let may_have_jobs = |lead: &FluxNodeStatus| lead.ranks_of_host_jobs().is_none_or(|ranks| !ranks.is_empty());
+        let are_jobs_left = reports.values().any(|report| is_lead(report) && may_have_jobs(report));
         let is_waited_for = self.running_jobs != RunningJobs::Cancel && are_jobs_left;
         let free = nodes
             .iter()

@@ -176,3 +176,19 @@ fn at_the_end_all_own_annotations_go_except_on_hosts_that_still_run_jobs() {
         assert_eq!(protected(&world), [""; 0]);
     }
 }
+
+#[test]
+fn at_the_end_the_jobs_of_each_host_that_reports_rank_0_count() {
+    for idle in ["node1", "node2"] {
+        let (mut world, mut protection) = (World::up(2), Protection::default());
+        world.spec.uninstall.running_jobs = RunningJobs::Wait;
+        busy(&mut world, "0-1");
+        settle(&mut world, &mut protection);
+        let lead = world.reports["node1"].clone();
+        world.reports.insert("node2".to_owned(), lead);
+        world.reports.get_mut(idle).unwrap().allocated = Some(IdSet::default());
+        let changes = protection.at_the_end(&world.seen().nodes, &world.seen().reports);
+        apply(&mut world, changes);
+        assert_eq!(protected(&world), ["node1", "node2"], "{idle} reports no jobs");
+    }
+}

@@ -81,7 +81,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         next.failed_leads = turns::failed_leads(seen, roster);
     }
     keep::keep_members(seen, &members, &mut next);
-    // Otherwise ranks may have lost their members, or have them under other Nodes.
+    // Observing takes a large part of a round, and still holds unless a rank has lost its member or has it under another Node.
     let members = if next.ranks == roster.ranks { members } else { Members::observe(seen, &next) };
     drain::drain(seen, &members, &mut next);
     join::relocate_stranded(seen, &members, &mut next);

@@ -289,7 +289,7 @@ fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus
             (false, true) => None,
         };
         let agentless = seen.agentless.get(&member.node).map(|why| format!("it has no agent: {why}"));
-        let cause = gone::message(members, roster, rank).or(unreachable).or(agentless);
+        let cause = gone::message(seen, roster, rank).or(unreachable).or(agentless);
         // Between two steps, an agent reports no message; then its phase is all that is known.
         let phase = || match &report?.phase {
             NodePhase::Online => Some("its agent reports it online, and the lead does not yet".to_owned()),

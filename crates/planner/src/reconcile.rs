@@ -186,7 +186,7 @@ impl Planner {
     async fn once(&mut self, caches: &Caches) -> Result<(), ApiError> {
         let flux_nodes = caches.flux_nodes.all();
         let (nodes, no_report) = (caches.nodes.all(), FluxNodeStatus::default());
-        let nodes = Arc::new(nodes.iter().map(AsRef::as_ref).collect::<Nodes>());
+        let nodes = nodes.iter().map(AsRef::as_ref).collect::<Nodes>();
         let reports: Reports = readable(&flux_nodes)
             .filter_map(|node| Some((node.metadata.name.as_deref()?, node.status.as_ref().unwrap_or(&no_report))))
             .collect();
@@ -237,7 +237,7 @@ impl Planner {
         &mut self,
         caches: &Caches,
         flux: &FluxInstance,
-        nodes: Arc<Nodes<'_>>,
+        nodes: Nodes<'_>,
         reports: Reports<'_>,
     ) -> Result<(), ApiError> {
         let uid = flux.uid().unwrap_or_default();

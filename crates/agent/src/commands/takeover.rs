@@ -7,7 +7,6 @@ use std::{
     io::ErrorKind,
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -308,7 +307,7 @@ impl Seen {
             spec: &self.spec,
             generation: 0,
             status: &self.status,
-            nodes: Arc::new(self.nodes.iter().collect()),
+            nodes: self.nodes.iter().collect(),
             reports: self.reports.iter().map(|(name, report)| (name.as_str(), report)).collect(),
             roster: Some(&self.roster),
             digest: None,

@@ -162,13 +162,11 @@ fn first_roster(
 }
 
 fn no_candidates(seen: &Observed) -> String {
-    let reasons: Vec<_> = seen
-        .nodes
-        .iter()
-        .filter_map(|node| eligible(node, &seen.spec.nodes).err().map(|reason| format!("{}: {reason}", node.name)))
-        .take(3)
-        .collect();
-    match seen.nodes.iter().len() {
+    let ineligible = seen.nodes.iter().filter_map(|node| Some((&node.name, eligible(node, &seen.spec.nodes).err()?)));
+    let mut reasons: Vec<_> = ineligible.map(|(name, reason)| format!("{name}: {reason}")).collect();
+    reasons.sort();
+    reasons.truncate(3);
+    match seen.nodes.len() {
         0 => "no eligible node: the cluster has no nodes".to_owned(),
         count if count > reasons.len() => format!("no eligible node among {count}: {}, …", reasons.join("; ")),
         _ => format!("no eligible node: {}", reasons.join("; ")),

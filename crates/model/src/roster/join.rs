@@ -60,8 +60,8 @@ fn is_hopeless(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) 
 pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     let limit = limit(seen.spec, roster.settings.max_size);
     let with_rank: HashSet<&str> = roster.members().map(|member| member.uid.as_str()).collect();
-    let mut count = with_rank.len();
-    // Asked first, because it takes the least time, and is true of nearly all.
+    let count_before = with_rank.len();
+    // Nodes with a rank are left out first: that takes the least time and leaves out nearly all.
     let mut nodes = candidates_among(seen, |node| !with_rank.contains(node.uid.as_str()));
     let empty = roster.ranks.iter().filter(|(_, entry)| entry.member.is_none());
     let reserved: HashMap<String, Rank> =
@@ -71,15 +71,16 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     // Computed once, because nothing in this function makes a rank free: a reserved one is not, and a new member has no children before
     // it is online.
     let mut free = None;
+    let mut joined = HashSet::new();
     for node in nodes {
-        if count >= limit {
+        if count_before + joined.len() >= limit {
             return;
         }
         // If the node already runs a broker of this instance, for whatever rank, a second one must not start there.
         let runs = seen.report(&node.name).and_then(|report| report.adopted.as_ref());
         let runs = runs.is_some_and(|adopted| adopted.instance_id == roster.instance_id);
         let differs = prefix::differs(seen, roster, &node.name).is_some();
-        if facts(seen, node).is_none() || runs || differs {
+        if facts(seen, node).is_none() || runs || differs || joined.contains(node.uid.as_str()) {
             continue;
         }
         let parent_can_have_children =
@@ -90,9 +91,9 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
         let Some(rank) = own.or_else(&mut next) else { continue };
         let broker_name = broker_name(roster, rank);
         let reserved_for = roster.ranks.get(&rank).and_then(|entry| entry.reserved_for.clone());
-        let joined = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, NOT_NUMBERED);
-        roster.ranks.insert(rank, joined);
-        count += 1;
+        let entry = entry(seen, &roster.settings, node, rank, broker_name, reserved_for, NOT_NUMBERED);
+        roster.ranks.insert(rank, entry);
+        joined.insert(node.uid.as_str());
     }
 }
 

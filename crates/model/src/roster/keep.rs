@@ -31,9 +31,10 @@ pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Rost
         let is_lead_again = |node: &NodeView| *rank == 0 && is_lead_fixed && node.uid != member.uid;
         let is_member_again = |node: &NodeView| members.runs(*rank) && is_registered_again(seen, node, member);
         let known = members.node(*rank);
-        let has_its_name = |node: &NodeView| node.name == member.node;
-        // Not looked up for nearly all, because that takes a large part of a round.
-        let namesake = if known.is_some_and(has_its_name) { None } else { members.nodes.named(&member.node) };
+        // A member whose Node has its uid and its name is not here again. Looking up the names of all of them would take a large part
+        // of a round.
+        let is_same = known.is_some_and(|node| node.name == member.node);
+        let namesake = if is_same { None } else { seen.nodes.named(&member.node) };
         let again_as = namesake.filter(|node| is_lead_again(node) || is_member_again(node));
         if let Some(node) = again_as {
             entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());

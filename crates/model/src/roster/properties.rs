@@ -11,19 +11,20 @@ use api::{Roster, RosterEntry};
 /// Gives every member its properties, and takes over what is known of its kubelet. A member whose Node is gone keeps its own while its
 /// rank is kept.
 pub(super) fn assign(seen: &Observed, roster: &mut Roster) {
-    let node_of = |entry: &RosterEntry| entry.member.as_ref().map(|member| seen.nodes.with_uid(&member.uid));
-    // The Node of each member, once: looking each of them up takes a large part of a round.
+    let node_of = |entry: &RosterEntry| seen.nodes.with_uid(&entry.member.as_ref()?.uid);
+    // Each member's Node, looked up only once, because that takes a large part of a round.
     let nodes: Vec<_> = roster.ranks.values().map(node_of).collect();
-    let architectures = nodes.iter().filter_map(|node| Some(&(*node)??.architecture));
+    let architectures = nodes.iter().flatten().map(|node| &node.architecture);
     let architectures: BTreeSet<_> = architectures.filter(|architecture| !architecture.is_empty()).collect();
     let differ = architectures.len() > 1;
     // The only member of another architecture may be the one whose Node is gone.
-    let is_any_gone = nodes.contains(&Some(None));
-    let has_one = |entry: &RosterEntry| architectures.iter().any(|other| entry.properties.contains(*other));
-    let differed = || roster.ranks.values().filter(|entry| entry.member.is_some()).any(has_one);
+    let is_any_gone = roster.ranks.values().zip(&nodes).any(|(entry, node)| entry.member.is_some() && node.is_none());
+    let names_an_architecture =
+        |entry: &RosterEntry| architectures.iter().any(|other| entry.properties.contains(*other));
+    let differed = || roster.ranks.values().filter(|entry| entry.member.is_some()).any(names_an_architecture);
     let among_others = differ || (is_any_gone && differed());
     for (entry, node) in roster.ranks.values_mut().zip(nodes) {
-        if let Some(node) = node.flatten() {
+        if let Some(node) = node {
             entry.properties = properties(&seen.spec.resources, node, among_others);
             entry.static_cpus = facts(seen, node).map_or(entry.static_cpus, |facts| facts.static_cpus);
         }

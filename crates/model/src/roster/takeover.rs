@@ -26,7 +26,7 @@ pub(super) fn advance(seen: &Observed, members: &Members, roster: &Roster) -> Op
     if refusal_by(seen, members, roster, name, takeover).is_some() {
         return None;
     }
-    let node = members.nodes.named(name)?;
+    let node = seen.nodes.named(name)?;
     let Some(new_instance_id) = &takeover.new_instance_id else {
         // This node already leads: the request has restored its statedir, and the lead needs nothing more.
         if rank_of(roster, &node.uid) == Some(0) {
@@ -74,7 +74,7 @@ fn refusal_by(seen: &Observed, members: &Members, roster: &Roster, name: &str, r
     if !is_lead_fixed(roster) {
         return Some("the instance has not been online yet: it has no queue that could be lost".to_owned());
     }
-    let Some(node) = members.nodes.named(name) else {
+    let Some(node) = seen.nodes.named(name) else {
         return Some(format!("there is no node {name}"));
     };
     if let Err(reason) = eligible(node, &seen.spec.nodes) {

@@ -13,7 +13,6 @@ use api::{
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
     time::Duration,
 };
 
@@ -116,7 +115,7 @@ impl World {
             spec: &self.spec,
             generation: self.generation,
             status: &self.status,
-            nodes: Arc::new(self.nodes.iter().collect()),
+            nodes: self.nodes.iter().collect(),
             reports: self.reports.iter().map(|(name, report)| (name.as_str(), report)).collect(),
             roster: self.roster.as_ref(),
             digest: Some(self.digest),
