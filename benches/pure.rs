@@ -153,6 +153,7 @@ fn main() {
     let (world, none, usable) = (World::of_a_join(usual), BTreeMap::new(), BTreeMap::new());
     let seen = world.seen(&none, &usable);
     assert!(matches!(decide(&seen), Decision::Write(next) if next.ranks.len() > world.roster.ranks.len()));
+    criterion.bench_function("index", |bench| bench.iter(|| drop(black_box(&world).seen(&none, &usable))));
     criterion.bench_function("decide_join", |bench| bench.iter(|| decide(black_box(&seen))));
     criterion.bench_function("observe_members", |bench| {
         bench.iter(|| drop(black_box(Planned::observe(black_box(&seen), &world.roster))));

@@ -85,6 +85,7 @@ mod tests {
             name: name.to_owned(),
             node: node.to_owned(),
             down: down.map(str::to_owned),
+            has_ended: false,
         };
         let pods = [pod("a", "n1", Some("evicted")), pod("b", "n1", None), pod("c", "n2", Some("crashes"))];
         assert_eq!(running_on("n1", &pods).unwrap(), "b");

@@ -162,6 +162,7 @@ fn agents(
         let found = format!("there is no DaemonSet {DAEMONSET}: nothing watches over the brokers");
         return vec![Check::problem(SUBJECT, found, Some("apply deploy/daemonset-installer.yaml".to_owned()))];
     };
+    // Named in the order of the nodes.
     let agents: BTreeMap<_, _> = by_node(agents).into_iter().collect();
     let down = agents.values().filter_map(|agent| Some((agent.down.as_deref()?, agent)));
     let mut checks = Vec::new();

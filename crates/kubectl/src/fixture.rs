@@ -17,7 +17,12 @@ fn read<T: DeserializeOwned>(value: Value) -> T {
 
 /// An agent's pod; `down`: why it does not run.
 pub(crate) fn agent(node: &str, down: Option<&str>) -> AgentPod {
-    AgentPod { name: format!("install-flux-{node}"), node: node.to_owned(), down: down.map(str::to_owned) }
+    AgentPod {
+        name: format!("install-flux-{node}"),
+        node: node.to_owned(),
+        down: down.map(str::to_owned),
+        has_ended: false,
+    }
 }
 
 /// The planner's Lease.

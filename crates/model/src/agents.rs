@@ -14,13 +14,17 @@ pub struct AgentPod {
     pub node: String,
     /// Why its container is not running; None if it is.
     pub down: Option<String>,
+    /// It never runs again: it has failed, was evicted, or has succeeded.
+    pub has_ended: bool,
 }
 
 impl AgentPod {
     /// Returns None if the pod has no node yet.
     pub fn of(pod: &Pod) -> Option<Self> {
         let node = pod.spec.as_ref()?.node_name.clone().filter(|node| !node.is_empty())?;
-        Some(Self { name: pod.metadata.name.clone()?, node, down: down(pod) })
+        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+        let has_ended = matches!(phase, Some("Failed" | "Succeeded"));
+        Some(Self { name: pod.metadata.name.clone()?, node, down: down(pod), has_ended })
     }
 }
 
@@ -50,17 +54,21 @@ fn down(pod: &Pod) -> Option<String> {
     })
 }
 
-/// The pod that counts on each node: the one that runs, if there is one; the first by name of several. An evicted pod's object stays beside the pod that
-/// replaced it.
+/// The pod that counts on each node: one that runs before one that does not, then one that may run again, then the first by name, so that every
+/// planner names the same. An evicted pod's object stays beside the pod that replaced it.
 pub fn by_node<'a>(pods: impl IntoIterator<Item = &'a AgentPod>) -> HashMap<&'a str, &'a AgentPod> {
     let mut found = HashMap::<&str, &AgentPod>::new();
     for pod in pods {
         let known = found.entry(&pod.node).or_insert(pod);
-        if (pod.down.is_some(), &pod.name) < (known.down.is_some(), &known.name) {
+        if precedence(pod) < precedence(known) {
             *known = pod;
         }
     }
     found
+}
+
+fn precedence(pod: &AgentPod) -> impl Ord {
+    (pod.down.is_some(), pod.has_ended, &pod.name)
 }
 
 /// How long an agent may be missing before it is reported, in seconds: a replaced pod or a restarted container is back
@@ -133,11 +141,33 @@ mod tests {
     }
 
     #[test]
+    fn of_several_pods_on_a_node_the_one_counts_that_runs_or_else_may_run_again() {
+        let named = |name: &str, down: Option<&str>, has_ended| AgentPod {
+            name: name.to_owned(),
+            node: "node1".to_owned(),
+            down: down.map(str::to_owned),
+            has_ended,
+        };
+        let evicted = || named("a", Some("its pod was evicted"), true);
+        let (crashes, runs) = (named("c", Some("its container is not running"), false), named("d", None, false));
+        for (mut pods, expected) in [
+            (vec![evicted(), crashes.clone()], "c"),
+            (vec![evicted(), crashes, runs], "d"),
+            (vec![named("b", Some("its pod has ended"), true), evicted()], "a"),
+        ] {
+            assert_eq!(by_node(&pods)["node1"].name, expected);
+            pods.reverse();
+            assert_eq!(by_node(&pods)["node1"].name, expected, "in another order");
+        }
+    }
+
+    #[test]
     fn a_node_has_no_agent_once_none_has_run_there_for_a_while() {
         let of = |node: &str, down: Option<&str>| AgentPod {
             name: format!("install-flux-{node}"),
             node: node.to_owned(),
             down: down.map(str::to_owned),
+            has_ended: down.is_some(),
         };
         let nodes = || ["node1", "node2"].into_iter();
         let mut agents = Agents::default();

@@ -33,7 +33,7 @@ impl<'a> Nodes<'a> {
         self.all.is_empty()
     }
 
-    /// All of them, in the order in which they were given.
+    /// All of them. They have no order that a decision may depend on.
     pub fn iter(&self) -> Iter<'_, &'a NodeView> {
         self.all.iter()
     }

@@ -81,7 +81,7 @@ fn with_roster(seen: &Observed, roster: &Roster) -> Decision {
         next.failed_leads = turns::failed_leads(seen, roster);
     }
     keep::keep_members(seen, &members, &mut next);
-    // Observing takes a large part of a round, and still holds unless a rank has lost its member or has it under another Node.
+    // What was observed holds as long as no rank has changed; observing again would take a large part of a round.
     let members = if next.ranks == roster.ranks { members } else { Members::observe(seen, &next) };
     drain::drain(seen, &members, &mut next);
     join::relocate_stranded(seen, &members, &mut next);

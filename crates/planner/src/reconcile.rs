@@ -56,10 +56,10 @@ use model::{
     validate,
 };
 
-/// Pause for each member between two writes of the FluxInstance's status that change only counts: the API server sends each write to every agent, so
-/// this makes 100 such messages a second.
+/// Pause for each Node between two writes of the FluxInstance's status that change only counts and words: the API server sends each write to every
+/// agent, member or not, so this makes 100 such messages a second up to 1,000 Nodes.
 const COUNT_PAUSE: Duration = Duration::from_millis(10);
-/// The longest such pause, of 1,000 members and more: people look at the counts.
+/// The longest such pause, from 1,000 Nodes on: people look at the counts.
 const LONGEST_COUNT_PAUSE: Duration = Duration::from_secs(10);
 
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
@@ -129,9 +129,9 @@ pub async fn run(
     }
 }
 
-/// Pause between two writes of the FluxInstance's status that change only counts, in an instance of `size` members.
-fn count_pause(size: u32) -> Duration {
-    (COUNT_PAUSE * size).min(LONGEST_COUNT_PAUSE)
+/// Pause between two writes of the FluxInstance's status that change only counts and words, in a cluster of `nodes` Nodes.
+fn count_pause(nodes: usize) -> Duration {
+    u32::try_from(nodes).map_or(LONGEST_COUNT_PAUSE, |nodes| COUNT_PAUSE.saturating_mul(nodes).min(LONGEST_COUNT_PAUSE))
 }
 
 struct Planner {
@@ -326,7 +326,8 @@ impl Planner {
         let dump_every = flux.spec.state.dump_every.as_deref().and_then(parse_duration);
         self.metrics.set_instance(Some(measured(&next, lead_online, dump_every, roster, &seen.reports)));
         let counts_only = flux.status.as_ref().is_some_and(|before| differ_by_counts(before, &next));
-        let was_just_written = self.status_written.is_some_and(|written| written.elapsed() < count_pause(next.size));
+        let was_just_written =
+            self.status_written.is_some_and(|written| written.elapsed() < count_pause(seen.nodes.len()));
         if counts_only && was_just_written {
             return Ok(());
         }

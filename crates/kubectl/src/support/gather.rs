@@ -231,7 +231,7 @@ mod tests {
         let mut observed = observed(50, &Value::Null, &Value::Null);
         change(&mut observed, 44, &Value::Null, &json!({"phase": "Failed"}));
         change(&mut observed, 47, &Value::Null, &json!({"phase": "Starting"}));
-        let pod = |n: u32| AgentPod { name: format!("p{n}"), node: format!("n{n}"), down: None };
+        let pod = |n: u32| AgentPod { name: format!("p{n}"), node: format!("n{n}"), down: None, has_ended: false };
         let agents: Vec<_> = (1..=50).rev().map(pod).collect();
         let overview = overview(&observed);
         let (some, left_out) = chosen(&agents, Some(&overview), false);

@@ -201,8 +201,7 @@ fn pending_by_format(seen: &Observed, roster: &Roster) -> Option<String> {
     (roster.format < format(seen)).then(|| difference.to_owned())
 }
 
-/// Why the packages can't be fetched, as reported by the node whose name comes first among those that failed. One node fetches from the source
-/// for all.
+/// Why the packages can't be fetched: of the nodes that failed, the first by name says it. One node fetches from the source for all.
 fn unavailable_packages(seen: &Observed) -> Option<String> {
     let lacking = seen.reports.iter().filter_map(|(node, report)| Some((node, report.lacks_packages.as_ref()?)));
     lacking.min_by_key(|(node, _)| *node).map(|(node, why)| format!("{node} can't install the packages: {why}"))

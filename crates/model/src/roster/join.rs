@@ -60,8 +60,7 @@ fn is_hopeless(seen: &Observed, members: &Members, roster: &Roster, rank: Rank) 
 pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     let limit = limit(seen.spec, roster.settings.max_size);
     let with_rank: HashSet<&str> = roster.members().map(|member| member.uid.as_str()).collect();
-    let count_before = with_rank.len();
-    // Nodes with a rank are left out first: that takes the least time and leaves out nearly all.
+    let members_before = with_rank.len();
     let mut nodes = candidates_among(seen, |node| !with_rank.contains(node.uid.as_str()));
     let empty = roster.ranks.iter().filter(|(_, entry)| entry.member.is_none());
     let reserved: HashMap<String, Rank> =
@@ -71,9 +70,10 @@ pub(super) fn join(seen: &Observed, members: &Members, roster: &mut Roster) {
     // Computed once, because nothing in this function makes a rank free: a reserved one is not, and a new member has no children before
     // it is online.
     let mut free = None;
+    // By uid: an API server gives no two Nodes the same, but no member may have two ranks, whatever is observed.
     let mut joined = HashSet::new();
     for node in nodes {
-        if count_before + joined.len() >= limit {
+        if members_before + joined.len() >= limit {
             return;
         }
         // If the node already runs a broker of this instance, for whatever rank, a second one must not start there.

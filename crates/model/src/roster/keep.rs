@@ -31,17 +31,16 @@ pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Rost
         let is_lead_again = |node: &NodeView| *rank == 0 && is_lead_fixed && node.uid != member.uid;
         let is_member_again = |node: &NodeView| members.runs(*rank) && is_registered_again(seen, node, member);
         let known = members.node(*rank);
-        // A member whose Node has its uid and its name is not here again. Looking up the names of all of them would take a large part
-        // of a round.
+        // A member whose Node has its uid and its name was not registered again.
         let is_same = known.is_some_and(|node| node.name == member.node);
         let namesake = if is_same { None } else { seen.nodes.named(&member.node) };
-        let again_as = namesake.filter(|node| is_lead_again(node) || is_member_again(node));
-        if let Some(node) = again_as {
+        let new_node = namesake.filter(|node| is_lead_again(node) || is_member_again(node));
+        if let Some(node) = new_node {
             entry.reserved_for = entry.reserved_for.take().map(|_| node.uid.clone());
             member.uid.clone_from(&node.uid);
             again.push((*rank, node.uid.as_str()));
         }
-        let Some(node) = again_as.or(known) else {
+        let Some(node) = new_node.or(known) else {
             let since = *member.gone_since.get_or_insert(seen.now);
             // The lead's statedir holds the queue: no other node can take its rank.
             if *rank != 0 && seen.now - since >= retain {

@@ -12,7 +12,7 @@ use api::{Roster, RosterEntry};
 /// rank is kept.
 pub(super) fn assign(seen: &Observed, roster: &mut Roster) {
     let node_of = |entry: &RosterEntry| seen.nodes.with_uid(&entry.member.as_ref()?.uid);
-    // Each member's Node, looked up only once, because that takes a large part of a round.
+    // Each member's Node, looked up only once, because that takes time.
     let nodes: Vec<_> = roster.ranks.values().map(node_of).collect();
     let architectures = nodes.iter().flatten().map(|node| &node.architecture);
     let architectures: BTreeSet<_> = architectures.filter(|architecture| !architecture.is_empty()).collect();
