@@ -5,6 +5,7 @@ use crate::{
     observed::{DEFAULT_RETAIN_SECS, Unusable},
     project::project,
     roster::first::REPORTS_TIMEOUT,
+    status::status,
     tree::parent,
 };
 use api::{
@@ -477,6 +478,52 @@ fn what_claims_a_later_epoch_is_named_while_it_keeps_a_lost_roster_away() {
     world.status.epoch = lost.epoch;
     world.settle();
     assert_eq!(world.roster.unwrap().epoch, lost.epoch);
+}
+
+#[test]
+fn what_is_decided_and_said_does_not_depend_on_the_order_of_nodes_and_reports() {
+    fn lost(own_epoch: u64) -> World {
+        let mut world = World::up(4);
+        (world.roster, world.waited, world.status.lead) = (None, REPORTS_TIMEOUT, None);
+        world.reports.values_mut().for_each(|report| report.adopted.as_mut().unwrap().epoch = own_epoch);
+        world
+    }
+    let cases: [(&str, fn() -> World); 4] = [
+        ("no Node may have a rank", || {
+            let mut world = World::new(5);
+            world.nodes.iter_mut().for_each(|node| node.cordoned = true);
+            world
+        }),
+        ("two copies of a lost roster are as new", || {
+            let (roster, mut world) = (World::up(4).roster.unwrap(), lost(1));
+            for (name, jobs_lost_before) in [("node1", 0), ("node2", 1)] {
+                let copy = Roster { jobs_lost_before, ..roster.clone() };
+                world.reports.get_mut(name).unwrap().roster = Some(serde_json::to_string(&copy).unwrap());
+            }
+            world
+        }),
+        ("no copy is as new as the brokers", || lost(7)),
+        ("several nodes can't install the packages of the next epoch", || {
+            let mut world = World::up(4);
+            world.digest = "another";
+            for (name, report) in &mut world.reports {
+                report.lacks_packages = Some(format!("{name} has no room"));
+            }
+            world
+        }),
+    ];
+    for (what, world) in cases {
+        let mut world = world();
+        let told = |world: &World| {
+            let restart = world.roster.is_some().then(|| format!("{:?}", world.restart()));
+            (decide(&world.seen()), restart, status(&world.seen(), 1, world.planned().as_ref(), None))
+        };
+        let first = told(&world);
+        for _ in 0..20 {
+            world.nodes.reverse();
+            assert_eq!(told(&world), first, "{what}");
+        }
+    }
 }
 
 #[test]
