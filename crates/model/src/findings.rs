@@ -6,7 +6,7 @@ use super::{
     prefix,
     settings::{is_same_user, owner},
 };
-use crate::observed::{Observed, resources};
+use crate::observed::{Observed, facts, resources};
 use api::{FluxInstanceSpec, Rank, Roster};
 
 /// The severity of a finding, the worst first.
@@ -157,7 +157,7 @@ fn nobody_left(seen: &Observed, roster: &Roster) -> Option<NotApplied> {
 fn is_to_be_excluded(seen: &Observed, roster: &Roster, rank: Rank) -> bool {
     let Some(member) = roster.member(rank) else { return false };
     let node = seen.nodes.with_uid(&member.uid);
-    let declares = node.and_then(|node| resources(seen, &roster.settings, node, rank, None));
+    let declares = node.and_then(|node| resources(seen.spec, &roster.settings, node, facts(seen, node), rank, None));
     declares.map_or_else(|| is_named(seen.spec, rank, &member.node), |declares| declares.excluded)
 }
 

@@ -11,7 +11,7 @@ use crate::observed::{Observed, is_of_instance};
 /// starts no epoch because of the latter.
 pub fn forsaken(seen: &Observed, planned: Option<&Planned>) -> BTreeSet<String> {
     let members = planned.map(|planned| &planned.members);
-    let is_member = |name: &str| members.is_some_and(|members| members.rank_on(name).is_some());
+    let is_member = |name: &str| planned.is_some_and(|planned| planned.rank_on(name).is_some());
     let is_needed = |name: &str| {
         let report = seen.report(name);
         report.is_some_and(|report| match members {

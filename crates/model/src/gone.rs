@@ -27,10 +27,9 @@ pub fn message(seen: &Observed, roster: &Roster, rank: Rank) -> Option<String> {
 /// The spec of a FluxNode whose member's Node is gone: the spec `before`, with `reason` and `missed` updated. None if
 /// the FluxNode belongs to no such member.
 pub fn spec(seen: &Observed, planned: &Planned, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
-    let Planned { roster, members } = planned;
-    let rank = members.rank_on(&before.node_name)?;
-    let reason = message(seen, roster, rank)?;
-    Some(FluxNodeSpec { lost_by_lead: !members.is_shown_online(rank), reason: Some(reason), ..before.clone() })
+    let rank = planned.rank_on(&before.node_name)?;
+    let reason = message(seen, planned.roster, rank)?;
+    Some(FluxNodeSpec { lost_by_lead: !planned.members.is_shown_online(rank), reason: Some(reason), ..before.clone() })
 }
 
 #[cfg(test)]

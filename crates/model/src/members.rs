@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::{eligibility::NodeView, topology::Topology};
 use crate::{
-    observed::{Observed, is_of_boot},
+    observed::{Observed, facts},
     tree::topology,
 };
-use api::{FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry};
+use api::{Facts as HostFacts, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry};
 
 /// What is known about the member of a rank and its broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,8 +43,8 @@ struct Facts<'a> {
     report: Option<&'a FluxNodeStatus>,
     /// The member's Node; None if it doesn't exist.
     node: Option<&'a NodeView>,
-    /// The report is from the boot that the member's Node names, or the Node names none.
-    is_of_this_boot: bool,
+    /// What the agent of that Node has reported of the host since the boot that the Node names.
+    host: Option<&'a HostFacts>,
     /// What the lead reports of jobs there.
     load: Load,
 }
@@ -83,8 +83,6 @@ pub struct Members<'a> {
     max_size: u32,
     topology: Option<Topology>,
     ranks: BTreeMap<Rank, Facts<'a>>,
-    rank_by_uid: HashMap<String, Rank>,
-    rank_by_node: HashMap<String, Rank>,
     is_lead_silent: bool,
     lost_by_lead: BTreeSet<Rank>,
     /// The ranks above another one that has a job or may get one; None if the lead doesn't report where jobs run.
@@ -98,12 +96,31 @@ pub struct Planned<'a> {
     pub roster: &'a Roster,
     /// Its members.
     pub members: Members<'a>,
+    rank_by_uid: HashMap<&'a str, Rank>,
+    rank_by_node: HashMap<&'a str, Rank>,
 }
 
 impl<'a> Planned<'a> {
     /// Observes the members of `roster`.
     pub fn observe(seen: &Observed<'a>, roster: &'a Roster) -> Self {
-        Self { roster, members: Members::observe(seen, roster) }
+        let (mut rank_by_uid, mut rank_by_node) = (HashMap::new(), HashMap::new());
+        for (rank, entry) in &roster.ranks {
+            if let Some(member) = &entry.member {
+                rank_by_uid.entry(member.uid.as_str()).or_insert(*rank);
+                rank_by_node.entry(member.node.as_str()).or_insert(*rank);
+            }
+        }
+        Self { roster, members: Members::observe(seen, roster), rank_by_uid, rank_by_node }
+    }
+
+    /// The rank whose member is the Node with `uid`.
+    pub fn rank_of(&self, uid: &str) -> Option<Rank> {
+        self.rank_by_uid.get(uid).copied()
+    }
+
+    /// The rank whose member is on node `name`; the lowest if there are two (see [`names`](super::names)).
+    pub fn rank_on(&self, name: &str) -> Option<Rank> {
+        self.rank_by_node.get(name).copied()
     }
 }
 
@@ -117,8 +134,6 @@ impl<'a> Members<'a> {
             max_size: roster.settings.max_size,
             topology: topology(roster),
             ranks: BTreeMap::new(),
-            rank_by_uid: HashMap::new(),
-            rank_by_node: HashMap::new(),
             is_lead_silent: false,
             lost_by_lead: BTreeSet::new(),
             above_jobs: None,
@@ -126,10 +141,6 @@ impl<'a> Members<'a> {
         for (rank, entry) in &roster.ranks {
             let facts = members.facts(seen, *rank, entry);
             members.ranks.insert(*rank, facts);
-            if let Some(member) = &entry.member {
-                members.rank_by_uid.entry(member.uid.clone()).or_insert(*rank);
-                members.rank_by_node.entry(member.node.clone()).or_insert(*rank);
-            }
         }
         members.lost_by_lead = members.report(0).into_iter().flat_map(|lead| lead.offline.iter().copied()).collect();
         members.is_lead_silent = members.hears_nobody_the_lead();
@@ -139,10 +150,11 @@ impl<'a> Members<'a> {
 
     /// The facts about one rank, from the report of its own agent only.
     fn facts(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Facts<'a> {
-        let unknown = |state| Facts { state, report: None, node: None, is_of_this_boot: false, load: Load::default() };
+        let unknown = |state| Facts { state, report: None, node: None, host: None, load: Load::default() };
         let Some(member) = &entry.member else { return unknown(MemberState::Vacant) };
         let node = seen.nodes.with_uid(&member.uid);
-        let without_broker = |state| Facts { node, ..unknown(state) };
+        let host = node.and_then(|node| facts(seen, node));
+        let without_broker = |state| Facts { node, host, ..unknown(state) };
         let Some(report) = seen.report(&member.node) else { return without_broker(MemberState::NotReported) };
         let Some(adopted) = &report.adopted else { return without_broker(MemberState::NotRunning) };
         if adopted.rank != rank || adopted.epoch != self.epoch || adopted.instance_id != self.instance_id {
@@ -153,8 +165,7 @@ impl<'a> Members<'a> {
             NodePhase::Offline => MemberState::Offline,
             _ => MemberState::ComingUp,
         };
-        let is_of_this_boot = node.zip(report.facts.as_ref()).is_some_and(|(node, facts)| is_of_boot(facts, node));
-        Facts { report: Some(report), is_of_this_boot, ..without_broker(state) }
+        Facts { report: Some(report), ..without_broker(state) }
     }
 
     /// Corrects the states by what the other brokers report, and finds out where jobs run or may start.
@@ -271,7 +282,7 @@ impl<'a> Members<'a> {
 
     /// True if the agent of the member of `rank` reports a broker of this rank and epoch, in the boot that the Node names.
     pub fn is_report_of_this_boot(&self, rank: Rank) -> bool {
-        self.ranks.get(&rank).is_some_and(|facts| facts.is_of_this_boot)
+        self.ranks.get(&rank).is_some_and(|facts| facts.report.is_some() && facts.host.is_some())
     }
 
     /// The report of the lead's agent while the lead is online: only then is its information about other ranks current.
@@ -303,6 +314,11 @@ impl<'a> Members<'a> {
         self.ranks.get(&rank)?.node
     }
 
+    /// What the agent of that Node has reported of the host since the boot that the Node names.
+    pub fn host(&self, rank: Rank) -> Option<&'a HostFacts> {
+        self.ranks.get(&rank)?.host
+    }
+
     fn load(&self, rank: Rank) -> Load {
         self.ranks.get(&rank).map(|facts| facts.load).unwrap_or_default()
     }
@@ -329,16 +345,6 @@ impl<'a> Members<'a> {
             && self.above_jobs.as_ref().is_none_or(|above| above.contains(&rank))
     }
 
-    /// The rank whose member is the Node with `uid`.
-    pub fn rank_of(&self, uid: &str) -> Option<Rank> {
-        self.rank_by_uid.get(uid).copied()
-    }
-
-    /// The rank whose member is on node `name`; the lowest if there are two (see [`names`](super::names)).
-    pub fn rank_on(&self, name: &str) -> Option<Rank> {
-        self.rank_by_node.get(name).copied()
-    }
-
     /// The rank of the broker that `report` names if that broker belongs to this epoch, the rank no longer has a
     /// member, and the lead has not reported the broker out of the overlay.
     pub fn orphan_broker_rank(&self, report: &FluxNodeStatus) -> Option<Rank> {
@@ -349,7 +355,7 @@ impl<'a> Members<'a> {
     }
 }
 
-/// Returns the rank whose member is the Node with `uid`. In a loop, ask [`Members::rank_of`].
+/// Returns the rank whose member is the Node with `uid`. In a loop, ask [`Planned::rank_of`].
 pub(crate) fn rank_of(roster: &Roster, uid: &str) -> Option<Rank> {
     let holds = |entry: &RosterEntry| entry.member.as_ref().is_some_and(|member| member.uid == uid);
     roster.ranks.iter().find(|(_, entry)| holds(entry)).map(|(rank, _)| *rank)

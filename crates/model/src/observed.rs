@@ -264,26 +264,27 @@ pub(crate) fn is_of_boot(facts: &Facts, node: &NodeView) -> bool {
     node.boot_id.is_empty() || facts.boot_id == node.boot_id
 }
 
-/// What `rank` is to declare in an epoch with these `settings` while `node` is its member; `before`: what it declares now.
+/// What `rank` is to declare in an epoch with these `settings` while `node` is its member; `host`: its [`facts`]; `before`: what the rank declares now.
 /// None if the facts are unknown at the moment: then `before` stays.
 pub(crate) fn resources(
-    seen: &Observed,
+    spec: &FluxInstanceSpec,
     settings: &EpochSettings,
     node: &NodeView,
+    host: Option<&Facts>,
     rank: Rank,
     before: Option<&Declared>,
 ) -> Option<Declared> {
-    let found = facts(seen, node)?.resources;
+    let found = host?.resources;
     let is_known = before.is_none() || node.cpu.is_some();
-    is_known.then(|| declared(seen.spec, node, found, rank == 0, settings.only_whole_cores))
+    is_known.then(|| declared(spec, node, found, rank == 0, settings.only_whole_cores))
 }
 
-/// Since when the host of `node` has had fewer cores or GPUs than the rank of `entry` declares; None if it has them
+/// Since when a `host` has had fewer cores or GPUs than the rank of `entry` declares; None if it has them
 /// all. If the facts are unknown at the moment, the stored time stays. Cores and GPUs that only the spec, kubelet or a
 /// device plugin takes away have not vanished.
-pub(crate) fn lacks_since(seen: &Observed, node: &NodeView, entry: &RosterEntry) -> Option<i64> {
-    let (Some(facts), Some(declared)) = (facts(seen, node), &entry.resources) else { return entry.lacks_since };
-    let found = facts.resources;
+pub(crate) fn lacks_since(seen: &Observed, host: Option<&Facts>, entry: &RosterEntry) -> Option<i64> {
+    let (Some(host), Some(declared)) = (host, &entry.resources) else { return entry.lacks_since };
+    let found = host.resources;
     let lacks = found.cores < declared.cores || found.gpus < declared.gpus;
     lacks.then(|| entry.lacks_since.unwrap_or(seen.now))
 }
@@ -313,7 +314,7 @@ pub(crate) fn entry(
         broker_name,
         reserved_for,
         member: member(node),
-        resources: resources(seen, settings, node, rank, None),
+        resources: resources(seen.spec, settings, node, facts(seen, node), rank, None),
         revision,
         ..RosterEntry::default()
     }

@@ -107,7 +107,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
         ..FluxNodeSpec::default()
     };
     let differs = roster.and_then(|roster| prefix::differs(seen, roster, &node.name));
-    let held = planned.and_then(|Planned { roster, members }| Some((*roster, members, members.rank_of(&node.uid)?)));
+    let held = planned.and_then(|planned| Some((planned.roster, &planned.members, planned.rank_of(&node.uid)?)));
     if let Some((roster, members, rank)) = held {
         spec.rank = Some(rank);
         spec.epoch = roster.epoch;
@@ -142,7 +142,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
         return spec;
     }
     // Keep the former rank in the spec while jobs may run below it: without a rank, the agent would stop the broker.
-    let former = |Planned { roster, members }: &Planned| {
+    let former = |Planned { roster, members, .. }: &Planned| {
         let rank = members.orphan_broker_rank(seen.report(&node.name)?)?;
         members.may_carry_jobs(rank).then(|| (revision_for(roster, rank), roster.epoch, rank))
     };
@@ -187,7 +187,7 @@ fn project_gone(seen: &Observed, planned: Option<&Planned>, present: &FluxNode) 
     if let Some(spec) = gone::spec(seen, planned, &present.spec) {
         return Some(spec);
     }
-    let Planned { roster, members } = planned;
+    let Planned { roster, members, .. } = planned;
     let rank = members.orphan_broker_rank(report)?;
     Some(FluxNodeSpec {
         node_name: present.metadata.name.clone()?,

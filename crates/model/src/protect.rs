@@ -83,7 +83,7 @@ impl Protection {
 /// The ranks on which host jobs or gangs run, and all ranks above them in the tree, because a job ends if a broker above its own
 /// ends. An autoscaler sees a pod by itself, but not that a gang is of no use without one of its pods. Always includes the lead,
 /// because the queue is on its disk. None if it is unknown where jobs run.
-fn needed(Planned { roster, members }: &Planned) -> Option<BTreeSet<Rank>> {
+fn needed(Planned { roster, members, .. }: &Planned) -> Option<BTreeSet<Rank>> {
     let lead = members.lead_report()?;
     let busy = lead.ranks_of_host_jobs()?.0.union(&lead.gangs.0);
     let topology = topology(roster)?;

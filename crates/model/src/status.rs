@@ -51,10 +51,11 @@ pub fn status(
     let lead_online = members.is_some_and(|members| members.is_shown_online(0));
     let complete = lead_online && next.online == next.size;
     let shut_down = roster.is_some_and(|roster| roster.closing.is_none() && is_shut_down(seen, roster));
-    let coming_up = !complete && planned.is_some_and(|Planned { roster, members }| is_coming_up(seen, roster, members));
+    let coming_up =
+        !complete && planned.is_some_and(|Planned { roster, members, .. }| is_coming_up(seen, roster, members));
     let standing = Standing { lead_online, established: next.instance_id.is_some(), coming_up, shut_down };
     next.phase = phase(roster, obstacle, standing);
-    let restart = planned.map_or(Restart::None, |Planned { roster, members }| restart(seen, members, roster));
+    let restart = planned.map_or(Restart::None, |Planned { roster, members, .. }| restart(seen, members, roster));
     if !matches!(restart, Restart::Refused { .. }) {
         // `restart` counts `spec.upgrade.deadline` from the transition time of this condition. Both are True: without this,
         // a new attempt would keep the time of the one that was taken back.
@@ -189,7 +190,7 @@ fn without_unlimited_texts(before: &FluxInstanceStatus) -> FluxInstanceStatus {
 /// The previous status with the numbers and names updated from the roster and the agents' reports.
 fn counted(seen: &Observed, planned: Option<&Planned>) -> FluxInstanceStatus {
     let mut next = without_unlimited_texts(seen.status);
-    let Some(Planned { roster, members }) = planned else {
+    let Some(Planned { roster, members, .. }) = planned else {
         (next.online, next.pending_nodes) = (0, None);
         return next;
     };
@@ -268,7 +269,7 @@ fn newest_dump(seen: &Observed) -> Option<KeptDump> {
 /// One sentence on how many nodes are online, with the message of the offline member that matters most: a lead that the
 /// others don't reach, else the first that has failed, else the first; one whose Node is gone comes after all others.
 fn explain(seen: &Observed, planned: Option<&Planned>, next: &FluxInstanceStatus) -> String {
-    let Some(Planned { roster, members }) = planned else { return "no roster yet".to_owned() };
+    let Some(Planned { roster, members, .. }) = planned else { return "no roster yet".to_owned() };
     let has_failed =
         |(_, member): &(_, &Member)| seen.report(&member.node).is_some_and(|report| report.phase == NodePhase::Failed);
     let is_unreachable = |rank| rank == 0 && members.is_lead_silent();

@@ -57,10 +57,10 @@ use model::{
 };
 
 /// Pause for each Node between two writes of the FluxInstance's status that change only counts and words: the API server sends each write to every
-/// agent, member or not, so this makes 100 such messages a second up to 1,000 Nodes.
-const COUNT_PAUSE: Duration = Duration::from_millis(10);
+/// agent, member or not, so this makes 50 such messages a second up to 1,000 Nodes.
+const COUNT_PAUSE: Duration = Duration::from_millis(20);
 /// The longest such pause, from 1,000 Nodes on: people look at the counts.
-const LONGEST_COUNT_PAUSE: Duration = Duration::from_secs(10);
+const LONGEST_COUNT_PAUSE: Duration = Duration::from_secs(20);
 
 /// Plans until the future is dropped. `predecessor_time`: the present time by the previous planner's clock, if known.
 pub async fn run(

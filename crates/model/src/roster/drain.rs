@@ -78,7 +78,7 @@ fn reason(
         return Some((reason.to_owned(), false));
     }
     let declared = roster.ranks.get(&rank)?.resources.as_ref()?;
-    let now = resources(seen, &roster.settings, node, rank, Some(declared))?;
+    let now = resources(seen.spec, &roster.settings, node, members.host(rank), rank, Some(declared))?;
     lack(declared, &now).map(|reason| (reason, false))
 }
 

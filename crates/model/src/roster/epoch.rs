@@ -22,8 +22,8 @@ use crate::{
     settings::{pending, settings, wanted},
 };
 use api::{
-    CONDITION_RESTART_PENDING, Closing, EpochSettings, FluxNodeStatus, Member, OnFailure, Rank, Refused, Roster,
-    RosterEntry,
+    CONDITION_RESTART_PENDING, Closing, EpochSettings, FluxNodeStatus, Member, OnFailure, ROSTER_FORMAT, Rank, Refused,
+    Roster, RosterEntry,
 };
 
 /// The state of a coordinated restart.
@@ -198,7 +198,8 @@ pub fn restart(seen: &Observed, members: &Members, roster: &Roster) -> Restart {
 fn pending_by_format(seen: &Observed, roster: &Roster) -> Option<String> {
     let difference =
         "from the next epoch on, nodes that join have their own names, and no cores are lost when they join";
-    (roster.format < format(seen)).then(|| difference.to_owned())
+    // Asked first, because the other asks all reports.
+    (roster.format < ROSTER_FORMAT && roster.format < format(seen)).then(|| difference.to_owned())
 }
 
 /// Why the packages can't be fetched: of the nodes that failed, the first by name says it. One node fetches from the source for all.
@@ -323,10 +324,11 @@ fn named(news: &News, roster: &Roster, rank: Rank, member: Member, before: Optio
     let node = seen.nodes.with_uid(&member.uid);
     // No broker runs between epochs, so resources may shrink here. But pending jobs may need hardware that will be back
     // soon.
-    let lacks_since = node.zip(before).and_then(|(node, entry)| lacks_since(seen, node, entry));
+    let host = node.and_then(|node| facts(seen, node));
+    let lacks_since = node.and(before).and_then(|entry| lacks_since(seen, host, entry));
     let found = node
         .filter(|_| may_declare_less(seen, lacks_since))
-        .and_then(|node| resources(seen, settings, node, rank, known));
+        .and_then(|node| resources(seen.spec, settings, node, host, rank, known));
     let (resources, lacks_since) = if found.is_some() { (found, None) } else { (known.cloned(), lacks_since) };
     RosterEntry {
         broker_name: if real { member.node.clone() } else { spare_name(rank) },

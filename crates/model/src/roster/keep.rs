@@ -5,7 +5,7 @@ use crate::{
     eligibility::NodeView,
     lead::is_lead_fixed,
     members::Members,
-    observed::{Observed, lacks_since, may_declare_less, resources, retain_secs},
+    observed::{Observed, facts, lacks_since, may_declare_less, resources, retain_secs},
 };
 use api::{Member, Roster, RosterEntry};
 
@@ -52,11 +52,12 @@ pub(super) fn keep_members(seen: &Observed, members: &Members, roster: &mut Rost
         if let Some(address) = node.address {
             member.address = address;
         }
-        if let Some(mut now) = resources(seen, &roster.settings, node, *rank, entry.resources.as_ref()) {
+        let host = if new_node.is_some() { facts(seen, node) } else { members.host(*rank) };
+        if let Some(mut now) = resources(seen.spec, &roster.settings, node, host, *rank, entry.resources.as_ref()) {
             // Flux can't drain a rank while it excludes it. If the exclusion ended while a drain is wanted, the rank
             // would get jobs before it is drained.
             now.excluded |= entry.is_excluded() && entry.drain.is_some();
-            entry.lacks_since = lacks_since(seen, node, entry);
+            entry.lacks_since = lacks_since(seen, host, entry);
             // A reloaded scheduler kills jobs that hold resources that are no longer declared, and refuses jobs that
             // wait for them.
             let takes_nothing = entry.resources.as_ref().is_none_or(|before| now.covers(before));

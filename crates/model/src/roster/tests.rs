@@ -482,13 +482,14 @@ fn what_claims_a_later_epoch_is_named_while_it_keeps_a_lost_roster_away() {
 
 #[test]
 fn what_is_decided_and_said_does_not_depend_on_the_order_of_nodes_and_reports() {
+    type Make = fn() -> World;
     fn lost(own_epoch: u64) -> World {
         let mut world = World::up(4);
         (world.roster, world.waited, world.status.lead) = (None, REPORTS_TIMEOUT, None);
         world.reports.values_mut().for_each(|report| report.adopted.as_mut().unwrap().epoch = own_epoch);
         world
     }
-    let cases: [(&str, fn() -> World); 4] = [
+    let cases: [(&str, Make); 4] = [
         ("no Node may have a rank", || {
             let mut world = World::new(5);
             world.nodes.iter_mut().for_each(|node| node.cordoned = true);

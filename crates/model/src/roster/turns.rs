@@ -72,7 +72,7 @@ pub(super) fn is_next_due(seen: &Observed, roster: &Roster, failed: &FailedLeads
 }
 
 /// Why the instance has no lead, for its status. None if no lead has failed or the lead is fixed or online.
-pub fn no_lead(seen: &Observed, Planned { roster, members }: &Planned) -> Option<Obstacle> {
+pub fn no_lead(seen: &Observed, Planned { roster, members, .. }: &Planned) -> Option<Obstacle> {
     let failed = &roster.failed_leads;
     if failed.is_empty() || is_lead_fixed(roster) || members.is_online(0) {
         return None;
