@@ -24,7 +24,7 @@ pub fn message(seen: &Observed, roster: &Roster, rank: Rank) -> Option<String> {
     })
 }
 
-/// The spec of a FluxNode whose member's Node is gone: the spec `before`, with `reason` and `missed` updated. None if
+/// The spec of a FluxNode whose member's Node is gone: the spec `before`, with `reason` and `lost_by_lead` updated. None if
 /// the FluxNode belongs to no such member.
 pub fn spec(seen: &Observed, planned: &Planned, before: &FluxNodeSpec) -> Option<FluxNodeSpec> {
     let rank = planned.rank_on(&before.node_name)?;

@@ -43,7 +43,7 @@ struct Facts<'a> {
     report: Option<&'a FluxNodeStatus>,
     /// The member's Node; None if it doesn't exist.
     node: Option<&'a NodeView>,
-    /// What the agent of that Node has reported of the host since the boot that the Node names.
+    /// What is known about the host of that Node, as [`facts`] says.
     host: Option<&'a HostFacts>,
     /// What the lead reports of jobs there.
     load: Load,
@@ -314,7 +314,8 @@ impl<'a> Members<'a> {
         self.ranks.get(&rank)?.node
     }
 
-    /// What the agent of that Node has reported of the host since the boot that the Node names.
+    /// What the agent on the Node of the member of `rank` has reported of its host, if the report is of the boot that the Node names, or the Node names
+    /// none.
     pub fn host(&self, rank: Rank) -> Option<&'a HostFacts> {
         self.ranks.get(&rank)?.host
     }

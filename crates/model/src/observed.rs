@@ -260,7 +260,7 @@ pub(crate) fn facts<'a>(seen: &Observed<'a>, node: &NodeView) -> Option<&'a Fact
 }
 
 /// True if `facts` are of the boot that `node` names, or it names none.
-pub(crate) fn is_of_boot(facts: &Facts, node: &NodeView) -> bool {
+fn is_of_boot(facts: &Facts, node: &NodeView) -> bool {
     node.boot_id.is_empty() || facts.boot_id == node.boot_id
 }
 
