@@ -29,8 +29,8 @@ use reqwest::RequestBuilder;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// For whatever takes seconds on an idle machine.
-pub const PATIENCE: Duration = Duration::from_mins(2);
+/// For whatever takes seconds on an idle machine: on a busy one, ten nodes that install packages have taken more than two minutes.
+pub const PATIENCE: Duration = Duration::from_mins(4);
 
 /// One node as `local status` shows it.
 #[derive(Deserialize, Debug, Clone)]
@@ -299,6 +299,13 @@ impl Cluster {
         words
     }
 
+    /// What Flux knows of a job: its events, those of its execution, and what it or its shell has said.
+    fn told_of(&self, id: &str) -> String {
+        let each = ["main", "exec", "output"]
+            .map(|path| self.ask("node1", &["flux", "job", "eventlog", "-p", path, id]).unwrap_or_default());
+        each.join("\n")
+    }
+
     /// Starts a job that runs until [`Job::finish`]; returns once it runs. `shape`: options of flux-submit(1).
     pub fn job(&self, shape: &[&str]) -> Job<'_> {
         let number = {
@@ -312,11 +319,7 @@ impl Cluster {
         let ids: Vec<String> = self.exec("node1", &words).lines().map(str::to_owned).collect();
         for id in &ids {
             let waits = ["flux", "job", "wait-event", "-t", "60", "-W", "-p", "exec", id, "shell.start"];
-            assert!(
-                self.ask("node1", &waits).is_some(),
-                "job {id} does not start: {}",
-                self.exec("node1", &["flux", "job", "eventlog", id])
-            );
+            assert!(self.ask("node1", &waits).is_some(), "job {id} does not start:\n{}", self.told_of(id));
         }
         Job { cluster: self, ids, signal }
     }

@@ -54,8 +54,8 @@ fn down(pod: &Pod) -> Option<String> {
     })
 }
 
-/// The pod that counts on each node: one that runs before one that does not, then one that may run again, then the first by name, so that every
-/// planner names the same. An evicted pod's object stays beside the pod that replaced it.
+/// The pod that counts on each node. Of several: one that runs, else one that may run again, and the first of these by name, so that every planner
+/// names the same. An evicted pod's object stays beside the pod that replaced it.
 pub fn by_node<'a>(pods: impl IntoIterator<Item = &'a AgentPod>) -> HashMap<&'a str, &'a AgentPod> {
     let mut found = HashMap::<&str, &AgentPod>::new();
     for pod in pods {

@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::{eligibility::NodeView, topology::Topology};
 use crate::{
-    observed::{Observed, facts},
+    observed::{Observed, facts as host_facts},
     tree::topology,
 };
-use api::{Facts as HostFacts, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry};
+use api::{Facts, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry};
 
 /// What is known about the member of a rank and its broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,21 +35,21 @@ pub enum MemberState {
     Lost,
 }
 
-/// The facts about one rank of the roster.
+/// What is known about one rank of the roster.
 #[derive(Debug, Clone)]
-struct Facts<'a> {
+struct Known<'a> {
     state: MemberState,
     /// The report of the member's agent, if it names the broker of this rank in this epoch.
     report: Option<&'a FluxNodeStatus>,
     /// The member's Node; None if it doesn't exist.
     node: Option<&'a NodeView>,
-    /// What is known about the host of that Node, as [`facts`] says.
-    host: Option<&'a HostFacts>,
+    /// What is known about the host of that Node, as [`host_facts`] says.
+    host: Option<&'a Facts>,
     /// What the lead reports of jobs there.
     load: Load,
 }
 
-impl Facts<'_> {
+impl Known<'_> {
     fn is_ready(&self) -> bool {
         self.node.is_some_and(|node| node.ready)
     }
@@ -82,7 +82,7 @@ pub struct Members<'a> {
     epoch: u64,
     max_size: u32,
     topology: Option<Topology>,
-    ranks: BTreeMap<Rank, Facts<'a>>,
+    ranks: BTreeMap<Rank, Known<'a>>,
     is_lead_silent: bool,
     lost_by_lead: BTreeSet<Rank>,
     /// The ranks above another one that has a job or may get one; None if the lead doesn't report where jobs run.
@@ -126,7 +126,8 @@ impl<'a> Planned<'a> {
 
 impl<'a> Members<'a> {
     /// Computes the state of every member of `roster`. It stays valid while the roster's drains change, while members
-    /// without a broker lose their ranks, and while nodes without a broker get ranks.
+    /// without a broker lose their ranks, and while nodes without a broker get ranks; only [`Self::node`] and
+    /// [`Self::host`] of such a rank are from before.
     pub fn observe(seen: &Observed<'a>, roster: &Roster) -> Self {
         let mut members = Self {
             instance_id: roster.instance_id.clone(),
@@ -139,8 +140,8 @@ impl<'a> Members<'a> {
             above_jobs: None,
         };
         for (rank, entry) in &roster.ranks {
-            let facts = members.facts(seen, *rank, entry);
-            members.ranks.insert(*rank, facts);
+            let known = members.known(seen, *rank, entry);
+            members.ranks.insert(*rank, known);
         }
         members.lost_by_lead = members.report(0).into_iter().flat_map(|lead| lead.offline.iter().copied()).collect();
         members.is_lead_silent = members.hears_nobody_the_lead();
@@ -148,13 +149,13 @@ impl<'a> Members<'a> {
         members
     }
 
-    /// The facts about one rank, from the report of its own agent only.
-    fn facts(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Facts<'a> {
-        let unknown = |state| Facts { state, report: None, node: None, host: None, load: Load::default() };
+    /// What is known about one rank, from the report of its own agent only.
+    fn known(&self, seen: &Observed<'a>, rank: Rank, entry: &RosterEntry) -> Known<'a> {
+        let unknown = |state| Known { state, report: None, node: None, host: None, load: Load::default() };
         let Some(member) = &entry.member else { return unknown(MemberState::Vacant) };
         let node = seen.nodes.with_uid(&member.uid);
-        let host = node.and_then(|node| facts(seen, node));
-        let without_broker = |state| Facts { node, host, ..unknown(state) };
+        let host = node.and_then(|node| host_facts(seen, node));
+        let without_broker = |state| Known { node, host, ..unknown(state) };
         let Some(report) = seen.report(&member.node) else { return without_broker(MemberState::NotReported) };
         let Some(adopted) = &report.adopted else { return without_broker(MemberState::NotRunning) };
         if adopted.rank != rank || adopted.epoch != self.epoch || adopted.instance_id != self.instance_id {
@@ -165,14 +166,14 @@ impl<'a> Members<'a> {
             NodePhase::Offline => MemberState::Offline,
             _ => MemberState::ComingUp,
         };
-        Facts { report: Some(report), ..without_broker(state) }
+        Known { report: Some(report), ..without_broker(state) }
     }
 
     /// Corrects the states by what the other brokers report, and finds out where jobs run or may start.
     fn find_lost(&mut self, roster: &Roster) {
-        for (rank, facts) in &mut self.ranks {
+        for (rank, known) in &mut self.ranks {
             let is_lost = self.lost_by_lead.contains(rank);
-            facts.state = match facts.state {
+            known.state = match known.state {
                 MemberState::Online if is_lost || (*rank == 0 && self.is_lead_silent) => MemberState::Lost,
                 MemberState::Offline if is_lost => MemberState::Lost,
                 state => state,
@@ -190,9 +191,9 @@ impl<'a> Members<'a> {
                 Some(_) => host_jobs.contains(*rank) || above_busy.contains(rank),
                 None => !host_jobs.is_empty(),
             };
-            for (rank, facts) in &mut self.ranks {
-                if facts.state == MemberState::Offline && lead.torpid.contains(*rank) && !is_used(rank) {
-                    facts.state = MemberState::Lost;
+            for (rank, known) in &mut self.ranks {
+                if known.state == MemberState::Offline && lead.torpid.contains(*rank) && !is_used(rank) {
+                    known.state = MemberState::Lost;
                 }
             }
             self.above_jobs = Some(above_busy);
@@ -202,8 +203,8 @@ impl<'a> Members<'a> {
             let is_excluded = entry.is_excluded() && lead.applied_revision >= Some(entry.revision);
             let is_drained = lead.drained.as_ref().is_some_and(|drained| is_excluded || drained.contains(*rank));
             let is_without = |ranks: Option<&IdSet>| ranks.is_some_and(|ranks| !ranks.contains(*rank));
-            if let Some(facts) = self.ranks.get_mut(rank) {
-                facts.load = Load {
+            if let Some(known) = self.ranks.get_mut(rank) {
+                known.load = Load {
                     is_drained,
                     is_without_host_jobs: is_without(host_jobs),
                     is_without_gangs: is_without(Some(&lead.gangs)),
@@ -211,8 +212,8 @@ impl<'a> Members<'a> {
                 };
             }
         }
-        let may_get_jobs = |(rank, facts): (&Rank, &Facts)| {
-            (!facts.load.gets_no_host_jobs() && !self.lost_by_lead.contains(rank)).then_some(*rank)
+        let may_get_jobs = |(rank, known): (&Rank, &Known)| {
+            (!known.load.gets_no_host_jobs() && !self.lost_by_lead.contains(rank)).then_some(*rank)
         };
         let above_others = self.above(self.ranks.iter().filter_map(may_get_jobs));
         if let Some(above_jobs) = &mut self.above_jobs {
@@ -228,21 +229,21 @@ impl<'a> Members<'a> {
 
     /// See [`Self::is_lead_silent`].
     fn hears_nobody_the_lead(&self) -> bool {
-        let Some(lead) = self.ranks.get(&0).filter(|facts| facts.state != MemberState::Vacant) else { return false };
+        let Some(lead) = self.ranks.get(&0).filter(|known| known.state != MemberState::Vacant) else { return false };
         let others = || self.ranks.iter().filter(|(rank, _)| **rank != 0);
         if !lead.is_ready() {
-            return others().any(|(_, facts)| facts.report.is_some_and(|report| report.lead_unreachable));
+            return others().any(|(_, known)| known.report.is_some_and(|report| report.lead_unreachable));
         }
         let hangs_on_lead = |rank: Rank| self.topology.is_none_or(|topology| topology.parent(rank) == Some(0));
         let children = others().filter(|(rank, _)| hangs_on_lead(**rank) && !self.lost_by_lead.contains(rank));
-        let children = children.filter_map(|(_, facts)| facts.report);
+        let children = children.filter_map(|(_, known)| known.report);
         let (unheard, heard): (Vec<_>, Vec<_>) = children.partition(|report| report.lead_unreachable);
         unheard.len() > heard.len()
     }
 
     /// The state of the member of `rank`.
     pub fn state(&self, rank: Rank) -> MemberState {
-        self.ranks.get(&rank).map_or(MemberState::Vacant, |facts| facts.state)
+        self.ranks.get(&rank).map_or(MemberState::Vacant, |known| known.state)
     }
 
     /// True if the member of `rank` is [`MemberState::Online`].
@@ -254,8 +255,8 @@ impl<'a> Members<'a> {
     /// not Ready, and which no broker that is online hears: its last report stays. Decisions go by that report, because such a lead may live, and
     /// brokers that come up can join it.
     pub fn is_shown_online(&self, rank: Rank) -> bool {
-        let hears = |(other, facts): (&Rank, &Facts)| {
-            facts.is_ready() && facts.state == MemberState::Online && *other != 0 && !self.lost_by_lead.contains(other)
+        let hears = |(other, known): (&Rank, &Known)| {
+            known.is_ready() && known.state == MemberState::Online && *other != 0 && !self.lost_by_lead.contains(other)
         };
         self.is_online(rank) && (rank != 0 || self.is_ready(0) || self.ranks.iter().any(hears))
     }
@@ -282,7 +283,7 @@ impl<'a> Members<'a> {
 
     /// True if the agent of the member of `rank` reports a broker of this rank and epoch, in the boot that the Node names.
     pub fn is_report_of_this_boot(&self, rank: Rank) -> bool {
-        self.ranks.get(&rank).is_some_and(|facts| facts.report.is_some() && facts.host.is_some())
+        self.ranks.get(&rank).is_some_and(|known| known.report.is_some() && known.host.is_some())
     }
 
     /// The report of the lead's agent while the lead is online: only then is its information about other ranks current.
@@ -306,7 +307,7 @@ impl<'a> Members<'a> {
 
     /// True if the Node of the member of `rank` exists and is Ready.
     pub fn is_ready(&self, rank: Rank) -> bool {
-        self.ranks.get(&rank).is_some_and(Facts::is_ready)
+        self.ranks.get(&rank).is_some_and(Known::is_ready)
     }
 
     /// The Node of the member of `rank`; None if it doesn't exist, or there is no member.
@@ -316,12 +317,12 @@ impl<'a> Members<'a> {
 
     /// What the agent on the Node of the member of `rank` has reported of its host, if the report is of the boot that the Node names, or the Node names
     /// none.
-    pub fn host(&self, rank: Rank) -> Option<&'a HostFacts> {
+    pub fn host(&self, rank: Rank) -> Option<&'a Facts> {
         self.ranks.get(&rank)?.host
     }
 
     fn load(&self, rank: Rank) -> Load {
-        self.ranks.get(&rank).map(|facts| facts.load).unwrap_or_default()
+        self.ranks.get(&rank).map(|known| known.load).unwrap_or_default()
     }
 
     /// True if, according to the lead, no host job runs on `rank`, and the lead gives it none: it is drained or excluded.
@@ -351,7 +352,7 @@ impl<'a> Members<'a> {
     pub fn orphan_broker_rank(&self, report: &FluxNodeStatus) -> Option<Rank> {
         let adopted = report.adopted.as_ref()?;
         let is_ours = adopted.instance_id == self.instance_id && adopted.epoch == self.epoch;
-        let has_no_member = self.ranks.get(&adopted.rank).is_some_and(|facts| facts.state == MemberState::Vacant);
+        let has_no_member = self.ranks.get(&adopted.rank).is_some_and(|known| known.state == MemberState::Vacant);
         (is_ours && has_no_member && !self.has_lead_lost(adopted.rank)).then_some(adopted.rank)
     }
 }
