@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what docs/measured.md says about scale, and writes it there: JSON in target/bench.json, and a Markdown table. Unless
 it ran as a whole, the page stays as it is, and the table is in target/bench.md. If a part failed or lacks what it needs, the exit code is 1.
-It begins with an empty page cache: what is cached on this machine is dropped.
+As root, it begins with an empty page cache: what this machine has cached is dropped.
 
     make bench                  or scripts/bench.py, as root: local nodes need it; with FLUX_PREFIX and KUBEBUILDER_ASSETS as for the tests (docs/operations.md)
     scripts/bench.py --of target/bench.json     measures nothing: writes the table of these results into the page, even if parts are missing
@@ -157,15 +157,9 @@ def rows(found, aims):
     return [row(what, aim, *of(found)) for what, aim, of in aims]
 
 
-def keeps_speed(gauges):
-    """False if a fixed loop took more than half as long again as at the other end of the suite: this machine or its neighbours changed."""
-    first, last = gauges
-    return all(max(first[name], last[name]) <= 1.5 * min(first[name], last[name]) for name in first)
-
-
-def if_times_count(times_count, is_met):
-    """Times say nothing of the code in a build without optimisation, nor if this machine changed its speed."""
-    return is_met if times_count else None
+def unless_dev(profile, is_met):
+    """Times of a build without optimisation are not judged."""
+    return None if profile == "dev" else is_met
 
 
 def for_each(counted, of, form):
@@ -181,7 +175,7 @@ def flat(counted, asked, what, of, form, limit=""):
     return row(what, f"flat within {FLAT} ×", measured, judged(ratio <= FLAT if is_whole else None, limit))
 
 
-def rows_of_counts(counted, asked, times_count):
+def rows_of_counts(counted, asked, profile):
     def of_start(name):
         return lambda one: one["start"]["plain"][name]
 
@@ -235,26 +229,26 @@ def rows_of_counts(counted, asked, times_count):
             f"planner among {last['nodes']:,}: a join, from the report of the host to the published roster, with up to 100 ms between the round that the new FluxNode began and the next: median of {len(last['join_secs'])}; all share this machine",
             f"≤ {(LONGEST_JOIN + APART) * 1000:.0f} ms",
             f"{join * 1000:.0f} ms",
-            judged(if_times_count(times_count, join <= LONGEST_JOIN + APART), LIMIT_OF_JOIN),
+            judged(unless_dev(profile, join <= LONGEST_JOIN + APART), LIMIT_OF_JOIN),
         ),
         row(
             f"planner killed among {last['nodes']:,}: another agent has the Lease after; requests of an agent until 30 s after that, of the new planner",
             "≤ 20 s; < 1, no aim",
             f"{last['failover_secs']:.1f} s; {storm:.2f}, {failover['successor']['requests']}",
-            judged(if_times_count(times_count, last["failover_secs"] <= 20 and storm < 1)),
+            judged(unless_dev(profile, last["failover_secs"] <= 20 and storm < 1)),
         ),
         not_judged("mean time between two heartbeats of a Node; 10 s if the API server keeps up", lambda one: one["between_heartbeats_secs"], "{:.1f} s"),
         not_judged("memory of an agent and its client here, all in one process; not that of a pod", lambda one: one["bytes_of_memory_per_agent"] / MEBI, "{:.1f} MiB"),
     ]
 
 
-def rows_of_planner(found, times_count):
+def rows_of_planner(found, profile):
     what = f"planner at {found['nodes']:,}" if isinstance(found, dict) else "planner in a process of its own"
     agents = f"{found['nodes']:,} agents" if isinstance(found, dict) else "all agents"
 
     def join(found):
         median, worst = statistics.median(found["join_secs"]), max(found["join_secs"])
-        return f"{median * 1000:.0f} ms, {worst * 1000:.0f} ms of {len(found['join_secs'])}", judged(if_times_count(times_count, median <= LONGEST_JOIN + GATHER), LIMIT_OF_JOIN)
+        return f"{median * 1000:.0f} ms, {worst * 1000:.0f} ms of {len(found['join_secs'])}", judged(unless_dev(profile, median <= LONGEST_JOIN + GATHER), LIMIT_OF_JOIN)
 
     def memory(found):
         most = max(found["memory_mib"]["most"], found["failover"]["most_memory"]) * MEBI
@@ -263,7 +257,7 @@ def rows_of_planner(found, times_count):
     def failover(found):
         failover = found["failover"]
         measured = f"{failover['taken_secs']:.1f} s, {failover['planned_secs']:.1f} s; {failover['requests']:.0f}"
-        return measured, judged(if_times_count(times_count, failover["planned_secs"] <= 20 and failover["requests"] <= 100))
+        return measured, judged(unless_dev(profile, failover["planned_secs"] <= 20 and failover["requests"] <= 100))
 
     def idle(found):
         idle, heartbeat = found["idle"], found["cpu_secs_of_heartbeat"]
@@ -275,7 +269,7 @@ def rows_of_planner(found, times_count):
         measured = f"{start['appeared_secs']:.1f} s, {start['roster_secs']:.1f} s, {start['online_secs']:.1f} s"
         is_met = start["roster_secs"] <= start["appeared_secs"] + 30
         # If they appear more slowly than within 10 s, less is asked of the planner.
-        return measured, judged(if_times_count(times_count, None if is_met and start["appeared_secs"] > 10 else is_met))
+        return measured, judged(unless_dev(profile, None if is_met and start["appeared_secs"] > 10 else is_met))
 
     def peak(found):
         most, mean = found["start"]["requests_in_busiest_second"], found["start"]["requests"] / found["start"]["online_secs"]
@@ -296,7 +290,7 @@ def rows_of_planner(found, times_count):
     )
 
 
-def rows_of_agent(found, times_count):
+def rows_of_agent(found, profile):
     what = "an idle agent, the worst of those that watch no Lease"
 
     def size(found):
@@ -305,13 +299,13 @@ def rows_of_agent(found, times_count):
         limits = ["most of the memory is the executable, as far as the kernel has mapped it"] if memory > 15 else []
         limits += ["too many threads"] if found["threads"] > 6 else []
         limits += ["too much processor time: see the next row"] if share > 0.1 else []
-        return measured, judged(if_times_count(times_count, not limits), "; ".join(limits))
+        return measured, judged(unless_dev(profile, not limits), "; ".join(limits))
 
     def of_round(found):
         each, of_stage = found["cpu_ms_in_30_secs"], found["stage_ms_in_30_secs"]
         limits = [f"{of_stage:.0f} ms are the host stage, a process of its own, and {each - of_stage:.0f} ms the agent's own"] if each > 5 else []
         limits += ["it wrote or asked something"] if found["written_bytes"] + found["requests"] else []
-        return f"{each:.1f} ms ({of_stage:.1f}), {found['written_bytes']}, {found['requests']:.0f}", judged(if_times_count(times_count, not limits), "; ".join(limits))
+        return f"{each:.1f} ms ({of_stage:.1f}), {found['written_bytes']}, {found['requests']:.0f}", judged(unless_dev(profile, not limits), "; ".join(limits))
 
     return rows(
         found,
@@ -322,17 +316,17 @@ def rows_of_agent(found, times_count):
     )
 
 
-def rows_of_waits(found, times_count):
+def rows_of_waits(found, profile):
     def beside(ours, bare):
         def of(found):
             our, its = found[ours]["median"], found[bare]["median"]
-            return f"{our:.2f} s, {its:.2f} s: {our / its:.2f} × (medians of {found['turns']})", judged(if_times_count(times_count, our <= 2 * its))
+            return f"{our:.2f} s, {its:.2f} s: {our / its:.2f} × (medians of {found['turns']})", judged(unless_dev(profile, our <= 2 * its))
 
         return of
 
     def join(found):
         join = found["join"]
-        return f"{join['median']:.2f} s, {join['worst']:.2f} s of {found['turns']}", judged(if_times_count(times_count, join["worst"] <= 2))
+        return f"{join['median']:.2f} s, {join['worst']:.2f} s of {found['turns']}", judged(unless_dev(profile, join["worst"] <= 2))
 
     return rows(
         found,
@@ -344,10 +338,10 @@ def rows_of_waits(found, times_count):
     )
 
 
-def rows_of_pure(found, times_count):
+def rows_of_pure(found, profile):
     def render(found):
         took = found["milliseconds"]["render"]
-        return f"{took:.1f} ms, {kilobytes(found, 'broker_toml')}", judged(if_times_count(times_count, took <= 50))
+        return f"{took:.1f} ms, {kilobytes(found, 'broker_toml')}", judged(unless_dev(profile, took <= 50))
 
     def roster(found):
         write, read = (found["milliseconds"][name] for name in ("write_roster", "read_roster"))
@@ -460,13 +454,12 @@ def about(result):
         f"{result['date']}; {result['machine']}; {result['versions']}; cargo profile `{result['profile']}`. The suite took {result['seconds'] / 60:.0f} minutes. "
         f"Before and after it, one core hashed 1 GiB by SHA-256 in {first['hash_secs']:.2f} and {last['hash_secs']:.2f} s, and took 2 Mi steps through 64 MiB of memory, "
         f"each of which waits for the one before, in {first['walk_secs']:.2f} and {last['walk_secs']:.2f} s."
-        + ("" if keeps_speed(result["gauges"]) else " The machine changed its speed by more than half, so times are not judged.")
     )
 
 
 def table(result):
-    counted, times_count = result["counted"], result["profile"] != "dev" and keeps_speed(result["gauges"])
-    found = rows_of_counts(counted, result["asked"], times_count) if counted else []
+    counted, profile = result["counted"], result["profile"]
+    found = rows_of_counts(counted, result["asked"], profile) if counted else []
     missing, aim = set(result["asked"]) - {one["nodes"] for one in counted}, f"flat within {FLAT} ×"
     why = lambda nodes: "this machine has too little free memory" if nodes in result["too_many"] else f"{FAILED}, or took too long"
     found += [not_run(f"what an agent costs among {nodes:,}", aim, why(nodes)) for nodes in sorted(missing)]
@@ -474,10 +467,10 @@ def table(result):
         found.append(not_run("what an agent costs", aim, result["not_counted"]))
     elif 5000 not in result["asked"]:
         found.append(not_run("what an agent costs among 5,000", aim, "NODES leaves it out: two cores can't carry 5,000 agents; see below"))
-    found += rows_of_planner(result["planner"], times_count)
-    found += rows_of_agent(result["agent"], times_count)
-    found += rows_of_waits(result["waits"], times_count)
-    found += rows_of_pure(result["pure"], times_count)
+    found += rows_of_planner(result["planner"], profile)
+    found += rows_of_agent(result["agent"], profile)
+    found += rows_of_waits(result["waits"], profile)
+    found += rows_of_pure(result["pure"], profile)
     found += rows_of_account(result["account"])
     found += rows_of_sizes(result["sizes"])
     found += rows_by_hand()

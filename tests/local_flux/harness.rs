@@ -29,8 +29,11 @@ use reqwest::RequestBuilder;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// For whatever takes seconds on an idle machine: on a busy one, ten nodes that install packages have taken more than two minutes.
-pub const PATIENCE: Duration = Duration::from_mins(4);
+/// For whatever takes seconds on an idle machine.
+pub const PATIENCE: Duration = Duration::from_mins(2);
+
+/// For nodes that install packages: ten of them have taken more than [`PATIENCE`] on a busy machine.
+const PATIENCE_WITH_NODES: Duration = Duration::from_mins(4);
 
 /// One node as `local status` shows it.
 #[derive(Deserialize, Debug, Clone)]
@@ -197,8 +200,12 @@ impl Cluster {
     }
 
     /// Waits until `look` finds something.
-    pub fn until<T>(&self, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-        let end = Instant::now() + PATIENCE;
+    pub fn until<T>(&self, what: &str, look: impl FnMut() -> Option<T>) -> T {
+        self.within(PATIENCE, what, look)
+    }
+
+    fn within<T>(&self, patience: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+        let end = Instant::now() + patience;
         loop {
             if let Some(found) = look() {
                 return found;
@@ -210,7 +217,7 @@ impl Cluster {
 
     /// Waits until there are `count` nodes, all of them online, with an agent that lives.
     pub fn all_online(&self, count: u32) {
-        self.until(&format!("{count} nodes online"), || {
+        self.within(PATIENCE_WITH_NODES, &format!("{count} nodes online"), || {
             let nodes = self.nodes();
             let all = nodes.iter().all(|node| node.is_online() && node.agent_pid.is_some());
             (all && nodes.len() == count as usize).then_some(())
