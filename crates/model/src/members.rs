@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::{eligibility::NodeView, topology::Topology};
 use crate::{
-    observed::{Observed, facts as host_facts},
+    observed::{Observed, facts as host_facts, no_room},
     tree::topology,
 };
 use api::{Facts, FluxNodeStatus, IdSet, NodePhase, Rank, Roster, RosterEntry};
@@ -96,6 +96,8 @@ pub struct Planned<'a> {
     pub roster: &'a Roster,
     /// Its members.
     pub members: Members<'a>,
+    /// Why a node without a rank gets none now; None if there is room.
+    pub(crate) no_room: Option<String>,
     rank_by_uid: HashMap<&'a str, Rank>,
     rank_by_node: HashMap<&'a str, Rank>,
 }
@@ -110,7 +112,8 @@ impl<'a> Planned<'a> {
                 rank_by_node.entry(member.node.as_str()).or_insert(*rank);
             }
         }
-        Self { roster, members: Members::observe(seen, roster), rank_by_uid, rank_by_node }
+        let (members, no_room) = (Members::observe(seen, roster), no_room(seen, roster));
+        Self { roster, members, no_room, rank_by_uid, rank_by_node }
     }
 
     /// The rank whose member is the Node with `uid`.

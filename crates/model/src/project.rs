@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     lead::LEAD_PATIENCE,
-    observed::{Observed, is_shut_down, lead_report, no_room},
+    observed::{Observed, is_shut_down, lead_report},
     tree::parent,
 };
 use api::{
@@ -154,7 +154,7 @@ pub(crate) fn project(seen: &Observed, planned: Option<&Planned>, node: &NodeVie
     }
     match eligible(node, &seen.spec.nodes) {
         Ok(()) if differs.is_some() => spec.reason = differs,
-        Ok(()) => (spec.want, spec.reason) = (Want::Install, roster.and_then(|roster| no_room(seen, roster))),
+        Ok(()) => (spec.want, spec.reason) = (Want::Install, planned.and_then(|planned| planned.no_room.clone())),
         Err(reason) => spec.reason = Some(reason.to_string()),
     }
     spec
