@@ -103,7 +103,7 @@ pub struct Planned<'a> {
 }
 
 impl<'a> Planned<'a> {
-    /// Observes the members of `roster`.
+    /// Observes `roster` and its members.
     pub fn observe(seen: &Observed<'a>, roster: &'a Roster) -> Self {
         let (mut rank_by_uid, mut rank_by_node) = (HashMap::new(), HashMap::new());
         for (rank, entry) in &roster.ranks {
@@ -112,8 +112,8 @@ impl<'a> Planned<'a> {
                 rank_by_node.entry(member.node.as_str()).or_insert(*rank);
             }
         }
-        let (members, no_room) = (Members::observe(seen, roster), no_room(seen, roster));
-        Self { roster, members, no_room, rank_by_uid, rank_by_node }
+        let members = Members::observe(seen, roster);
+        Self { roster, members, no_room: no_room(seen, roster), rank_by_uid, rank_by_node }
     }
 
     /// The rank whose member is the Node with `uid`.
