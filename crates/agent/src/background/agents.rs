@@ -13,7 +13,7 @@ use cluster::{call, lease_rules::Place};
 
 /// Between two counts. A watch would deliver each pod that becomes ready, to every node.
 const EVERY: Duration = Duration::from_mins(10);
-/// The same while the API server does not tell.
+/// The same while the API server does not tell, or the DaemonSet's controller has not yet.
 const AGAIN: Duration = Duration::from_secs(30);
 
 /// Keeps [`Place::agents`] at the number of pods that DaemonSet `name`, ours, is to have.
@@ -25,7 +25,7 @@ pub async fn count(client: Client, name: String, place: watch::Sender<Place>) {
                 let wanted = set.status.map_or(0, |status| status.desired_number_scheduled);
                 let agents = u32::try_from(wanted).unwrap_or(0);
                 place.send_if_modified(|known| std::mem::replace(&mut known.agents, agents) != agents);
-                EVERY
+                if agents == 0 { AGAIN } else { EVERY }
             }
             Err(error) => {
                 debug!(error = error_chain(&error), "the agents can't be counted");
@@ -46,23 +46,24 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn agents_are_counted_a_few_times_an_hour_and_soon_again_after_a_failure() {
+    async fn agents_are_counted_a_few_times_an_hour_and_soon_again_while_nobody_tells() {
         let (sender, mut asked) = unbounded_channel();
         let began = tokio::time::Instant::now();
+        let mut answers = vec![(200, 9), (200, 9), (200, 0), (500, 0)];
         let service = tower::service_fn(move |_: Request<Body>| {
             sender.send(began.elapsed()).unwrap();
-            let is_up = began.elapsed() >= AGAIN;
-            let counts = json!({"currentNumberScheduled": 9, "desiredNumberScheduled": 9, "numberMisscheduled": 0, "numberReady": 1});
+            let (code, agents) = answers.pop().unwrap();
+            let counts = json!({"currentNumberScheduled": agents, "desiredNumberScheduled": agents, "numberMisscheduled": 0, "numberReady": 0});
             let set = json!({"metadata": {"name": "install-flux"}, "status": counts}).to_string();
-            async move {
-                let code = if is_up { 200 } else { 500 };
-                Response::builder().status(code).body(Body::from(set.into_bytes()))
-            }
+            async move { Response::builder().status(code).body(Body::from(set.into_bytes())) }
         });
         let place = watch::Sender::<Place>::default();
         let counting = tokio::spawn(count(Client::new(service, NAMESPACE), "install-flux".to_owned(), place.clone()));
-        let times = [asked.recv().await.unwrap(), asked.recv().await.unwrap(), asked.recv().await.unwrap()];
-        assert!(times[1] < 2 * AGAIN && times[2] >= EVERY, "{times:?}");
+        let mut times = Vec::new();
+        for _ in 0..4 {
+            times.push(asked.recv().await.unwrap());
+        }
+        assert!(times[2] < 4 * AGAIN && times[3] >= EVERY, "{times:?}");
         assert_eq!(place.borrow().agents, 9);
         counting.abort();
     }

@@ -173,6 +173,7 @@ impl Daemon {
             // Register in the order of the nodes, which gives the order of ranks, because booting is concurrent.
             objects::register(&self.client, kind.node_of(&name), kind).await?;
         }
+        objects::count_agents(&self.client).await?;
         let hosts = self.hosts();
         let (all_up, others) = watch::channel(false);
         let booted =

@@ -329,6 +329,7 @@ impl Kubelet {
     async fn remove(&self) -> Result<(), LocalError> {
         self.pods.forget_node(&self.client, self.layout.kind(&self.name)?.node_of(&self.name)).await;
         objects::unregister(&self.client, self.layout.kind(&self.name)?.node_of(&self.name)).await?;
+        objects::count_agents(&self.client).await?;
         let (group, directory) = (self.cluster.node_cgroup(&self.name), self.layout.node(&self.name));
         let removed = tokio::task::spawn_blocking(move || {
             cgroup::remove(&group)?;

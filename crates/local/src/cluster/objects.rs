@@ -16,7 +16,7 @@ use k8s_openapi::{
 };
 use kube::{
     Api, Client,
-    api::{DeleteParams, ObjectMeta, Patch, PatchParams, PostParams},
+    api::{DeleteParams, ListParams, ObjectMeta, Patch, PatchParams, PostParams},
 };
 use serde_json::json;
 
@@ -88,6 +88,20 @@ pub(crate) async fn register(client: &Client, name: &str, kind: &Kind) -> Result
         ..Node::default()
     };
     create(&Api::all(client.clone()), &node).await
+}
+
+/// Writes into the DaemonSet's status how many agents there are to be, one on each Node, as its controller does in a real cluster: if they are few, all of
+/// them watch the planner's Lease. A DaemonSet that somebody has deleted stays so.
+pub(crate) async fn count_agents(client: &Client) -> Result<(), LocalError> {
+    let nodes = Api::<Node>::all(client.clone()).list(&ListParams::default()).await;
+    let count = nodes.context(|| "can't list the Nodes".to_owned())?.items.len();
+    let status = json!({"currentNumberScheduled": count, "desiredNumberScheduled": count, "numberMisscheduled": 0, "numberReady": 0});
+    let sets = Api::<DaemonSet>::default_namespaced(client.clone());
+    let patch = Patch::Merge(json!({ "status": status }));
+    match sets.patch_status(api::DAEMONSET, &PatchParams::default(), &patch).await {
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+        done => done.map(drop).context(|| format!("can't write the status of DaemonSet {}", api::DAEMONSET)),
+    }
 }
 
 /// Writes the Node's status: whether it is Ready, and the facts that a kubelet reports. `boot_id`: that of the node; None if it is
