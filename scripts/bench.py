@@ -175,6 +175,12 @@ def flat(counted, asked, what, of, form, limit=""):
     return row(what, f"flat within {FLAT} ×", measured, judged(ratio <= FLAT if is_whole else None, limit))
 
 
+def joins(found, longest, profile):
+    """Median and worst, and the verdict on the median. longest: in seconds."""
+    median, worst = statistics.median(found["join_secs"]), max(found["join_secs"])
+    return f"{median * 1000:.0f} ms, {worst * 1000:.0f} ms of {len(found['join_secs'])}", judged(unless_dev(profile, median <= longest), LIMIT_OF_JOIN)
+
+
 def rows_of_counts(counted, asked, profile):
     def of_start(name):
         return lambda one: one["start"]["plain"][name]
@@ -209,7 +215,7 @@ def rows_of_counts(counted, asked, profile):
     seconds = " and ".join(sorted({f"{one['steady_secs']:.0f}" for one in counted}))
     last = counted[-1]
     failover = last["failover"]
-    storm, join, worst_join = failover["plain"]["requests"], statistics.median(last["join_secs"]), max(last["join_secs"])
+    storm = failover["plain"]["requests"]
     return [
         flat(counted, asked, "start, packages there: requests of an agent", of_start("requests"), "{:.1f}", "a busy API server turns requests away, and each is made again after a pause"),
         flat(counted, asked, "the same without those that begin a watch", without_watches, "{:.1f}", "the same"),
@@ -228,8 +234,7 @@ def rows_of_counts(counted, asked, profile):
         row(
             f"planner among {last['nodes']:,}: a join, from the report of the host to the published roster, with up to 100 ms between the round that the new FluxNode began and the next: median, worst; all share this machine",
             f"median ≤ {(LONGEST_JOIN + APART) * 1000:.0f} ms",
-            f"{join * 1000:.0f} ms, {worst_join * 1000:.0f} ms of {len(last['join_secs'])}",
-            judged(unless_dev(profile, join <= LONGEST_JOIN + APART), LIMIT_OF_JOIN),
+            *joins(last, LONGEST_JOIN + APART, profile),
         ),
         row(
             f"planner killed among {last['nodes']:,}: another agent has the Lease after; requests of an agent until 30 s after that, of the new planner",
@@ -247,8 +252,7 @@ def rows_of_planner(found, profile):
     agents = f"{found['nodes']:,} agents" if isinstance(found, dict) else "all agents"
 
     def join(found):
-        median, worst = statistics.median(found["join_secs"]), max(found["join_secs"])
-        return f"{median * 1000:.0f} ms, {worst * 1000:.0f} ms of {len(found['join_secs'])}", judged(unless_dev(profile, median <= LONGEST_JOIN + GATHER), LIMIT_OF_JOIN)
+        return joins(found, LONGEST_JOIN + GATHER, profile)
 
     def memory(found):
         most = max(found["memory_mib"]["most"], found["failover"]["most_memory"]) * MEBI
